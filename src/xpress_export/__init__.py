@@ -1,0 +1,1 @@
+"""xpress-export: speculative-decoding trios from checkpoints to engines, and a lean runtime to run them."""

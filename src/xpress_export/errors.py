@@ -1,0 +1,58 @@
+"""Every error a user can meet, as one tree.
+
+    XpressExportError              base: the command line prints the message and exits 1, no traceback
+    ├── CheckpointError            a target, drafter or refiner checkpoint cannot be read or does not fit
+    ├── ExportError                tracing, writing or checking a graph failed
+    │   └── ParityError            a graph was traced but its numbers are not those of the model
+    ├── BundleError                a bundle is missing, incomplete, tampered with or of another schema
+    ├── PlatformError              the named platform cannot do what was asked
+    ├── RequestError               a generation request is not valid (empty prompt, too long, unknown mode)
+    ├── RuntimeFailure             an engine call failed while generating
+    └── MissingDependencyError     an optional package is not installed
+
+Messages say what failed, where, expected and got, and what to do about it.
+"""
+
+from __future__ import annotations
+
+
+class XpressExportError(Exception):
+    """Base of all errors that are the user's to read and act on."""
+
+
+class CheckpointError(XpressExportError):
+    """A checkpoint is unreadable, malformed or does not fit the other models of the trio."""
+
+
+class ExportError(XpressExportError):
+    """A graph could not be traced or written."""
+
+
+class ParityError(ExportError):
+    """A traced graph does not reproduce its model within the stated tolerance."""
+
+
+class BundleError(XpressExportError):
+    """A bundle is missing, damaged, tampered with, or written by another schema version."""
+
+
+class PlatformError(XpressExportError):
+    """The platform is unknown or cannot do what was asked of it."""
+
+
+class RequestError(XpressExportError):
+    """A generation request cannot be honoured as given."""
+
+
+class RuntimeFailure(XpressExportError):
+    """An engine call failed during generation."""
+
+
+class MissingDependencyError(XpressExportError):
+    """An optional dependency is needed and not installed."""
+
+    def __init__(self, package: str, purpose: str, extra: str) -> None:
+        super().__init__(
+            f"{package} is needed to {purpose} but is not installed; "
+            f"install it with: pip install 'xpress-export[{extra}]'"
+        )
