@@ -1,0 +1,93 @@
+"""ONNX Runtime on CPU behind a narrow interface: load a graph, bind named buffers, run.
+
+A `Graph` is loaded once and shared; ONNX Runtime sessions are thread-safe. A `Call` belongs to one request: it
+remembers what is bound, so that a steady-state call re-binds nothing and allocates nothing. Inputs and outputs
+live in the caller's numpy arrays; binding a cache array as `past_*` and `present_*` makes the update in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xpress_export.errors import BundleError, MissingDependencyError, RuntimeFailure
+
+Array = NDArray[Any]
+
+DTYPES: Mapping[str, type] = {"float32": np.float32, "float16": np.float16, "int64": np.int64}
+
+
+class Graph:
+    """One ONNX graph, ready to run. role: names it in errors."""
+
+    def __init__(self, path: Path, role: str, num_threads: int | None = None) -> None:
+        try:
+            import onnxruntime as ort
+        except ImportError as err:
+            raise MissingDependencyError("onnxruntime", "run a bundle on this machine", "cpu") from err
+        options = ort.SessionOptions()
+        options.log_severity_level = 3
+        if num_threads is not None:
+            options.intra_op_num_threads = num_threads
+        # Three sessions take turns: a pool that keeps spinning after its call steals the next one's cores.
+        options.add_session_config_entry("session.force_spinning_stop", "1")
+        try:
+            self.session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+        except Exception as err:  # onnxruntime raises plain classes of its own, without a common base
+            raise BundleError(f"ONNX Runtime cannot load {path}: {_first_line(err)}") from err
+        self.role = role
+        self.shapes: dict[str, list[int | str]] = {
+            value.name: value.shape for value in (*self.session.get_inputs(), *self.session.get_outputs())
+        }
+
+    def has(self, name: str) -> bool:
+        """Whether the graph has an input or output of that name."""
+        return name in self.shapes
+
+    def size(self, name: str, axis: int) -> int:
+        """A static dimension of an input or output."""
+        dim = self.shapes[name][axis]
+        assert isinstance(dim, int), f"{self.role} {name} axis {axis} is dynamic"
+        return dim
+
+
+class Call:
+    """One request's bound buffers of one graph."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self._io = graph.session.io_binding()
+        self._bound: dict[tuple[str, str], tuple[int, tuple[int, ...]]] = {}
+
+    def bind_input(self, name: str, array: Array) -> None:
+        """Bind a contiguous array; the caller keeps it alive and may change its contents between runs."""
+        if self._is_new("in", name, array):
+            self._io.bind_input(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
+
+    def bind_output(self, name: str, array: Array) -> None:
+        """Bind a contiguous array that the next run fills."""
+        if self._is_new("out", name, array):
+            self._io.bind_output(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
+
+    def _is_new(self, side: str, name: str, array: Array) -> bool:
+        assert array.flags.c_contiguous, f"{name} is not contiguous"
+        what = (array.__array_interface__["data"][0], array.shape)
+        if self._bound.get((side, name)) == what:
+            return False
+        self._bound[side, name] = what
+        return True
+
+    def run(self) -> None:
+        """Run the graph on what is bound. Returns when the outputs are complete."""
+        try:
+            self.graph.session.run_with_iobinding(self._io)
+        except Exception as err:  # as above: no common base class
+            raise RuntimeFailure(f"the {self.graph.role} graph failed: {_first_line(err)}") from err
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

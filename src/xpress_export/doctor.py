@@ -1,0 +1,108 @@
+"""What this machine can build and run, and the command that adds what is missing. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+CAPABILITIES = {
+    "run bundles on CPU": ("cpu", ("onnxruntime", "tokenizers", "numpy")),
+    "export checkpoints": (
+        "export",
+        ("torch", "transformers", "onnx", "onnxscript", "onnx-ir", "safetensors", "gguf"),
+    ),
+    "build TensorRT-RTX engines": ("rtx", ("tensorrt-rtx",)),
+}
+PACKAGES = (
+    "onnxruntime",
+    "onnxruntime-gpu",
+    "tensorrt",
+    "tensorrt-rtx",
+    "torch",
+    "transformers",
+    "onnx",
+    "onnxscript",
+)
+PACKAGES += ("onnx-ir", "safetensors", "gguf", "tokenizers", "huggingface-hub", "numpy", "click", "rich")
+
+
+@dataclass(frozen=True)
+class Capability:
+    """name: what it lets you do. missing: packages not installed; fix: the command that adds them, or None."""
+
+    name: str
+    available: bool
+    missing: tuple[str, ...]
+    fix: str | None
+
+
+def examine() -> dict[str, Any]:
+    """Everything `doctor` reports, JSON-ready."""
+    versions = {name: version for name in PACKAGES if (version := _version(name))}
+    return {
+        "xpress_export": _version("xpress-export"),
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_bytes": _memory("MemTotal"),
+        "memory_available_bytes": _memory("MemAvailable"),
+        "disk_free_bytes": shutil.disk_usage(Path.cwd()).free,
+        "packages": versions,
+        "onnxruntime_providers": _providers(),
+        "gpus": _gpus(),
+        "capabilities": [asdict(_capability(name, *need)) for name, need in CAPABILITIES.items()],
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _capability(name: str, extra: str, packages: tuple[str, ...]) -> Capability:
+    missing = tuple(p for p in packages if _version(p) is None and not _stands_in(p))
+    fix = f"{Path(sys.executable).name} -m pip install 'xpress-export[{extra}]'" if missing else None
+    return Capability(name, not missing, missing, fix)
+
+
+def _stands_in(package: str) -> bool:
+    return package == "onnxruntime" and _version("onnxruntime-gpu") is not None
+
+
+def _memory(key: str) -> int | None:
+    """A line of /proc/meminfo in bytes; None where there is no such file."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:")), None)
+
+
+def _providers() -> list[str]:
+    if importlib.util.find_spec("onnxruntime") is None:
+        return []
+    import onnxruntime
+
+    return list(onnxruntime.get_available_providers())
+
+
+def _gpus() -> list[str]:
+    """NVIDIA GPUs the driver knows, by model name; Jetson's integrated GPU has no such entries."""
+    found = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
+    names = [
+        line.split(":", 1)[1].strip()
+        for p in found
+        for line in p.read_text().splitlines()
+        if line[:5] == "Model"
+    ]
+    tegra = Path("/etc/nv_tegra_release")
+    return names or (["Jetson (integrated)"] if tegra.exists() else [])

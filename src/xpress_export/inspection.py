@@ -1,0 +1,104 @@
+"""Manifests and machines as tables for a person to read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rich.console import RenderableType
+
+from xpress_export.console import human_bytes, table
+from xpress_export.manifest import GraphRecord, Manifest
+
+
+def describe(manifest: Manifest) -> Iterator[RenderableType]:
+    """The sections of `inspect`."""
+    m = manifest
+    facts: list[tuple[str, object]] = [
+        ("platform", m.platform),
+        ("precision", f"{m.precision}, {m.lowering} lowering, opset {m.opset}"),
+        ("context", f"{m.max_context} tokens"),
+        ("size", f"{human_bytes(m.num_bytes)} in {len(m.files)} files"),
+        ("built with", ", ".join(f"{name} {version}" for name, version in m.tool.items())),
+        ("manifest digest", m.digest),
+    ]
+    if m.draft is not None:
+        d = m.draft
+        taps = ", ".join(map(str, d.target_layer_ids))
+        facts.append(
+            (
+                "block",
+                f"{d.block_size} slots, {d.num_draft_tokens} draft tokens, mask token {d.mask_token_id}",
+            )
+        )
+        facts.append(("tapped layers", f"{taps} (layer i is hidden_states[i + 1])"))
+        facts.append(("refine passes", d.refine_passes))
+        facts.append(("drafter", "trained" if d.trained else "UNTRAINED: random stand-in weights"))
+    yield table("Bundle", ("", ""), facts)
+    yield ""
+    models = [m.target, *filter(None, (m.drafter, m.refiner))]
+    rows = [
+        (
+            role,
+            f"{model.num_parameters / 1e6:.1f}M",
+            getattr(model, "family", None) or getattr(model, "kind", ""),
+            model.digest[:16],
+            model.source,
+        )
+        for role, model in zip(m.roles, models, strict=True)
+    ]
+    yield table("Models", ("role", "parameters", "family", "sha256", "source"), rows)
+    for role, graph in m.graphs.items():
+        yield ""
+        yield _graph_table(role, graph)
+    yield ""
+    checks = [
+        (c.graph, c.measure, f"{c.value:.2e}", f"{c.tolerance:.0e}", c.rows, c.against) for c in m.parity
+    ]
+    yield table(
+        "Parity at export (executed, ONNX Runtime CPU)",
+        ("graph", "measure", "value", "allowed", "rows", "against"),
+        checks,
+    )
+    yield ""
+    files = [(f.path, human_bytes(f.num_bytes), f.sha256[:16]) for f in m.files]
+    yield table("Files", ("path", "size", "sha256"), files)
+
+
+def _graph_table(role: str, graph: GraphRecord) -> RenderableType:
+    """Bindings of one graph; the caches, two per layer and alike, take one line."""
+    rows = []
+    for direction, tensors, prefix in (("in", graph.inputs, "past_"), ("out", graph.outputs, "present_")):
+        caches = [t for t in tensors if t.name.startswith(prefix)]
+        plain = [(t.name, t) for t in tensors if not t.name.startswith(prefix)]
+        if caches:
+            plain.append((f"{prefix}key_0 ... {caches[-1].name} ({len(caches)})", caches[0]))
+        rows += [(direction, name, t.dtype, "[" + ", ".join(map(str, t.shape)) + "]") for name, t in plain]
+    return table(f"Graph {role} ({graph.file})", ("", "name", "dtype", "shape"), rows)
+
+
+def describe_machine(facts: Mapping[str, Any]) -> Iterator[RenderableType]:
+    """The sections of `doctor`."""
+    memory = facts["memory_available_bytes"]
+    yield table(
+        "This machine",
+        ("", ""),
+        [
+            ("xpress-export", f"{facts['xpress_export']}, Python {facts['python']}, {facts['system']}"),
+            ("cores", facts["cores"]),
+            (
+                "memory",
+                "unknown"
+                if memory is None
+                else f"{human_bytes(memory)} free of {human_bytes(facts['memory_bytes'])}",
+            ),
+            ("disk", f"{human_bytes(facts['disk_free_bytes'])} free here"),
+            ("GPU", ", ".join(facts["gpus"]) or "none found"),
+            ("ONNX Runtime", ", ".join(facts["onnxruntime_providers"]) or "not installed"),
+        ],
+    )
+    yield ""
+    rows = [("yes" if c["available"] else "no", c["name"], c["fix"] or "") for c in facts["capabilities"]]
+    yield table("It can", ("", "", "to add it"), rows)
+    yield ""
+    yield table("Packages", ("package", "version"), list(facts["packages"].items()))
