@@ -41,9 +41,7 @@ def _download(source: str) -> Path:
 
     repo, _, revision = source.partition("@")
     try:
-        return Path(
-            huggingface_hub.snapshot_download(repo, revision=revision or None, allow_patterns=HUB_PATTERNS)
-        )
+        return Path(huggingface_hub.snapshot_download(repo, revision=revision or None, allow_patterns=HUB_PATTERNS))
     except Exception as err:  # the hub client raises errors of many unrelated classes
         raise CheckpointError(
             f"{source} is not a local path and could not be downloaded from the Hugging Face hub "

@@ -85,9 +85,7 @@ def transformers_config(raw: Json, family: str, where: str) -> Any:
     try:
         return CONFIG_MAPPING[family](**kept)
     except Exception as err:  # its validators raise errors of several unrelated classes
-        raise CheckpointError(
-            f"{where} is not a valid {family} configuration ({one_line(err)}); correct it"
-        ) from err
+        raise CheckpointError(f"{where} is not a valid {family} configuration ({one_line(err)}); correct it") from err
 
 
 def _rope_dict(raw: Json) -> Json:
@@ -100,9 +98,7 @@ def _check_rope_type(rope: Json, where: str) -> None:
         raise CheckpointError(f"{where}: rope parameters that differ between layers are not supported")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ROPE_TYPES:
-        raise CheckpointError(
-            f"{where}: rope type {kind!r} is not supported; supported are {', '.join(ROPE_TYPES)}"
-        )
+        raise CheckpointError(f"{where}: rope type {kind!r} is not supported; supported are {', '.join(ROPE_TYPES)}")
 
 
 def _num_kv_heads(raw: Json, where: str) -> int:

@@ -136,9 +136,7 @@ def _check_role(files: HeadFiles) -> None:
         )
     if not describes_drafter(raw):
         kind = ", ".join(map(str, raw.get("architectures") or [])) or f"model_type {raw.get('model_type')!r}"
-        raise CheckpointError(
-            f"{files.where} describes {kind}, not a dFlash drafter; pass it as the target instead"
-        )
+        raise CheckpointError(f"{files.where} describes {kind}, not a dFlash drafter; pass it as the target instead")
 
 
 def _refuse_variants(files: HeadFiles) -> None:
@@ -182,9 +180,7 @@ def _settings(raw: Json, where: str) -> _Settings:
 def _speculators_settings(raw: Json, where: str) -> _Settings:
     kind = raw["speculators_model_type"]
     if kind not in {"dflash", "xpress"}:
-        raise CheckpointError(
-            f"{where}: speculators model {kind!r} is not supported, only 'dflash' and 'xpress'"
-        )
+        raise CheckpointError(f"{where}: speculators model {kind!r} is not supported, only 'dflash' and 'xpress'")
     require(raw, "transformer_layer_config", where)
     ids = raw.get("aux_hidden_state_layer_ids")
     return _Settings(
@@ -265,9 +261,7 @@ def _check_fits_target(
             )
 
 
-def _taps(
-    settings: _Settings, weights: WeightSource, target: TargetCheckpoint, where: str
-) -> tuple[int, ...]:
+def _taps(settings: _Settings, weights: WeightSource, target: TargetCheckpoint, where: str) -> tuple[int, ...]:
     num_layers, taps = target.config.num_layers, settings.taps
     if taps is None:
         return _default_taps(settings, weights, target)
@@ -330,9 +324,7 @@ def _causal_layers(settings: _Settings, decoder: DecoderConfig) -> tuple[bool, .
     return tuple(window is not None for window in decoder.layer_windows)
 
 
-def _draft_vocab_size(
-    raw: Json, weights: WeightSource, decoder: DecoderConfig, d2t: torch.Tensor | None
-) -> int | None:
+def _draft_vocab_size(raw: Json, weights: WeightSource, decoder: DecoderConfig, d2t: torch.Tensor | None) -> int | None:
     """Rows of the drafter's head where they are not the target's; a smaller head needs the map `d2t`."""
     declared = raw.get("draft_vocab_size")
     if d2t is not None:
@@ -351,9 +343,7 @@ def _check_d2t(d2t: torch.Tensor | None, files: HeadFiles, target: TargetCheckpo
     if d2t is None:
         return
     if d2t.dtype != torch.int64:
-        raise CheckpointError(
-            f"{files.path}: tensor {D2T} should be int64, got {d2t.dtype}; save it as int64"
-        )
+        raise CheckpointError(f"{files.path}: tensor {D2T} should be int64, got {d2t.dtype}; save it as int64")
     ids = d2t + torch.arange(len(d2t))
     if int(ids.min()) < 0 or int(ids.max()) >= target.config.vocab_size or len(set(ids.tolist())) != len(ids):
         raise CheckpointError(

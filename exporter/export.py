@@ -127,7 +127,7 @@ def read_trio(options: ExportOptions) -> Trio:
 def export(options: ExportOptions, out: Path, progress: Progress | None = None) -> Exported:
     """Build the bundle `out`, or reuse it if it already is what `options` asks for."""
     progress = progress or Silent()
-    with progress.step("Reading checkpoints"):
+    with progress.step("Reading checkpoints", expected_s=8):
         trio = read_trio(options)
         max_context = _max_context(options, trio)
         existing = _reusable(out, trio, options, max_context)
@@ -141,9 +141,7 @@ def export(options: ExportOptions, out: Path, progress: Progress | None = None) 
 def _build(trio: Trio, options: ExportOptions, max_context: int, stage: Path, progress: Progress) -> Manifest:
     with progress.step("Writing tokenizer"):
         source = trio.target.folder_or_file
-        tokenizer = export_tokenizer(
-            source, stage / TOKENIZER_FOLDER, stop_token_ids=trio.target.stop_token_ids
-        )
+        tokenizer = export_tokenizer(source, stage / TOKENIZER_FOLDER, stop_token_ids=trio.target.stop_token_ids)
         text = _text_record(trio, tokenizer)
     graphs = _write_graphs(trio, options, stage / GRAPHS_FOLDER, progress)
     checks = _check_graphs(trio, options.precision, stage / GRAPHS_FOLDER, progress)
@@ -176,9 +174,7 @@ def _build(trio: Trio, options: ExportOptions, max_context: int, stage: Path, pr
 def _max_context(options: ExportOptions, trio: Trio) -> int:
     most = trio.target.config.max_positions
     if options.max_context is not None and options.max_context > most:
-        raise ExportError(
-            f"max_context is {options.max_context}, but the target was made for at most {most} positions"
-        )
+        raise ExportError(f"max_context is {options.max_context}, but the target was made for at most {most} positions")
     return options.max_context or most
 
 
@@ -217,15 +213,13 @@ def _reusable(out: Path, trio: Trio, options: ExportOptions, max_context: int) -
 # Graphs and their weights
 
 
-def _write_graphs(
-    trio: Trio, options: ExportOptions, folder: Path, progress: Progress
-) -> dict[str, GraphRecord]:
+def _write_graphs(trio: Trio, options: ExportOptions, folder: Path, progress: Progress) -> dict[str, GraphRecord]:
     folder.mkdir()
     dtype = DTYPES[options.precision]
     weights = WeightFile(folder, dtype)
     records = {}
     for role, trace_graph, source_of, num_bytes in _jobs(trio, options, dtype):
-        with progress.step(f"Tracing {role}"):
+        with progress.step(f"Tracing {role}", expected_s=_tracing_s(trio, role)):
             model = trace_graph()
         with progress.step(f"Writing {role} weights", total=num_bytes) as advance:
             weights.on_bytes = advance
@@ -233,6 +227,14 @@ def _write_graphs(
         save(model, folder / f"{role}.onnx")
         records[role] = _graph_record(role, model)
     return records
+
+
+def _tracing_s(trio: Trio, role: str) -> float:
+    """About how long tracing takes on one core, seconds: it goes with the number of layers, not with their size."""
+    layers = {names.TARGET: trio.target.config.num_layers, names.REFINER: 1}
+    if trio.drafter is not None:
+        layers[names.DRAFTER] = trio.drafter.config.decoder.num_layers
+    return 2 + 0.9 * layers[role]
 
 
 Job = tuple[str, Callable[[], ir.Model], Callable[[str], Source], int]
@@ -306,9 +308,7 @@ def _refiner_source(refiner: RefinerCheckpoint, drafter: DrafterCheckpoint, name
 
 def _graph_record(role: str, model: ir.Model) -> GraphRecord:
     initializers = model.graph.initializers.values()
-    files = {
-        str(v.const_value.location) for v in initializers if isinstance(v.const_value, ir.ExternalTensor)
-    }
+    files = {str(v.const_value.location) for v in initializers if isinstance(v.const_value, ir.ExternalTensor)}
     return GraphRecord(
         file=f"{GRAPHS_FOLDER}/{role}.onnx",
         data=tuple(f"{GRAPHS_FOLDER}/{file}" for file in sorted(files)),
@@ -328,7 +328,8 @@ def _tensor_record(value: ir.Value) -> TensorRecord:
 
 def _check_graphs(trio: Trio, precision: str, folder: Path, progress: Progress) -> list[parity.Check]:
     target, drafter, refiner = trio.target, trio.drafter, trio.refiner
-    with progress.step("Checking target against transformers"):
+    expected_s = 5 + num_parameters(target.weights) / 2e7
+    with progress.step("Checking target against transformers", expected_s=expected_s):
         reference = _target_reference(target)
         path = folder / f"{names.TARGET}.onnx"
         checks = parity.check_target(path, reference, target.config, trio.taps, precision)
@@ -336,9 +337,7 @@ def _check_graphs(trio: Trio, precision: str, folder: Path, progress: Progress) 
     if drafter is not None:
         with progress.step("Checking drafter"):
             module = _filled(Drafter(drafter.config), lambda name: _drafter_source(drafter, target, name))
-            checks += parity.check_drafter(
-                folder / f"{names.DRAFTER}.onnx", module, drafter.config, precision
-            )
+            checks += parity.check_drafter(folder / f"{names.DRAFTER}.onnx", module, drafter.config, precision)
     if drafter is not None and refiner is not None:
         with progress.step("Checking refiner"):
             head = _filled(
@@ -352,9 +351,7 @@ def _check_graphs(trio: Trio, precision: str, folder: Path, progress: Progress) 
 def _target_reference(target: TargetCheckpoint) -> torch.nn.Module:
     hf_config = transformers_config(target.raw_config, target.model_type, target.source)
     model = parity.load_reference(target.config, hf_config, target.weights)
-    if (
-        target.folder_or_file.suffix == ".gguf"
-    ):  # rope scaling may lie in a tensor that transformers does not read
+    if target.folder_or_file.suffix == ".gguf":  # rope scaling may lie in a tensor that transformers does not read
         model.model.rotary_emb.inv_freq = torch.tensor(target.config.rope.inv_freq)  # type: ignore[union-attr]
     return model
 
@@ -424,9 +421,7 @@ def _text_record(trio: Trio, tokenizer: TokenizerInfo) -> TextRecord:
     """Prove that the three models speak of the same tokens, as far as their checkpoints say."""
 
     def compare(checkpoint: Any, role: str) -> str | None:
-        return (
-            None if checkpoint is None else check_same_tokenizer(tokenizer, checkpoint.folder_or_file, role)
-        )
+        return None if checkpoint is None else check_same_tokenizer(tokenizer, checkpoint.folder_or_file, role)
 
     return TextRecord(
         folder=TOKENIZER_FOLDER,

@@ -9,6 +9,9 @@ Sources: dFlash, arXiv 2602.06036 and z-lab/dflash; xPress, arXiv 2608.02438. Ma
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -64,7 +67,7 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
 
     def _heads(self, x: Tensor, norm: RMSNorm | None) -> Tensor:
-        heads = x.unflatten(-1, (-1, self.head_dim))  # (B, S, H, D)
+        heads = x.reshape(*x.shape[:-1], -1, self.head_dim)  # (B, S, H, D)
         if norm is not None:
             heads = norm(heads)
         return heads.transpose(1, 2)  # (B, H, S, D)
@@ -73,9 +76,7 @@ class Attention(nn.Module):
         """`x` [B, S, E] -> keys (normed, rotated) and values, each [B, H, S, D]."""
         return rotate(self._heads(self.k_proj(x), self.k_norm), *rope), self._heads(self.v_proj(x), None)
 
-    def forward(
-        self, x: Tensor, rope: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, mask: Tensor
-    ) -> Tensor:
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
         query = rotate(self._heads(self.q_proj(x), self.q_norm), *rope)
         out = attend(query, keys, values, mask, self.head_dim**-0.5)  # (B, Hq, S, D)
         return self.o_proj(out.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
@@ -103,6 +104,16 @@ class Block(nn.Module):
         self.mlp = SwiGLU(config.hidden_size, config.intermediate_size, config.mlp_bias)
 
 
+class Blocks(nn.ModuleList):
+    """The layers of a decoder; iteration knows what they are."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__(Block(config) for _ in range(config.num_layers))
+
+    def __iter__(self) -> Iterator[Block]:
+        return cast(Iterator[Block], super().__iter__())
+
+
 def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
     """Turn a boolean [B, S, T] (True: attend) into the additive mask [B, 1, S, T]."""
     zero = torch.zeros((), dtype=dtype, device=visible.device)
@@ -120,7 +131,7 @@ class Backbone(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.layers = Blocks(config)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
 
@@ -176,9 +187,7 @@ class Target(nn.Module):
             hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
             if i in self.target_layer_ids:
                 taps[i] = hidden
-        tapped = (
-            torch.cat([taps[i] for i in self.target_layer_ids], dim=-1) if self.target_layer_ids else None
-        )
+        tapped = torch.cat([taps[i] for i in self.target_layer_ids], dim=-1) if self.target_layer_ids else None
         return self.lm_head(self.model.norm(hidden)), tapped, present
 
 
@@ -193,14 +202,10 @@ class DraftVocab(nn.Module):
     def __init__(self, draft_vocab_size: int, vocab_size: int) -> None:
         super().__init__()
         reduced = draft_vocab_size != vocab_size
-        self.register_buffer(
-            "target_ids", torch.zeros(draft_vocab_size, dtype=torch.int64) if reduced else None
-        )
+        self.register_buffer("target_ids", torch.zeros(draft_vocab_size, dtype=torch.int64) if reduced else None)
 
     def forward(self, rows: Tensor) -> Tensor:
-        return (
-            rows if self.target_ids is None else F.embedding(rows, self.target_ids.unsqueeze(1)).squeeze(-1)
-        )
+        return rows if self.target_ids is None else F.embedding(rows, self.target_ids.unsqueeze(1)).squeeze(-1)
 
 
 class Drafter(nn.Module):
@@ -219,7 +224,7 @@ class Drafter(nn.Module):
         width = len(config.target_layer_ids) * config.target_hidden_size
         self.fc = nn.Linear(width, decoder.hidden_size, bias=False, dtype=torch.float32)
         self.hidden_norm = RMSNorm(decoder.hidden_size, decoder.rms_norm_eps, dtype=torch.float32)
-        self.layers = nn.ModuleList(Block(decoder) for _ in range(decoder.num_layers))
+        self.layers = Blocks(decoder)
         self.norm = RMSNorm(decoder.hidden_size, decoder.rms_norm_eps)
         self.rope = Rope(decoder.rope)
         head_rows = config.draft_vocab_size or decoder.vocab_size
@@ -232,7 +237,7 @@ class Drafter(nn.Module):
         fc and hidden_norm stay in float32 in a float16 export: features of real models pass 2e4 and their sum
         would overflow; the norm brings them back to order one before the cast to `dtype`.
         """
-        features = self.hidden_norm(self.fc(target_hidden.to(self.fc.weight.dtype)))
+        features: Tensor = self.hidden_norm(self.fc(target_hidden.to(self.fc.weight.dtype)))
         return features.to(dtype)
 
     def mask(
@@ -284,8 +289,7 @@ class Drafter(nn.Module):
         decoder, capacity = self.config.decoder, cache[0].shape[2]
         kinds = list(zip(decoder.layer_windows, self.config.causal_layers, strict=True))
         masks = {
-            kind: self.mask(anchor_position, block, capacity, *kind, hidden.dtype)
-            for kind in dict.fromkeys(kinds)
+            kind: self.mask(anchor_position, block, capacity, *kind, hidden.dtype) for kind in dict.fromkeys(kinds)
         }
         present: list[Tensor] = []
         for i, layer in enumerate(self.layers):
@@ -318,15 +322,14 @@ class Mixer(nn.Module):
     def __init__(self, rank: int, block_size: int, folded: bool) -> None:
         super().__init__()
         weight = nn.Parameter(torch.zeros(rank, block_size, block_size))
-        self.register_parameter("folded" if folded else "L", weight)
-        self.is_folded = folded
+        self.L = None if folded else weight
+        self.folded = weight if folded else None
 
     def forward(self, a: Tensor) -> Tensor:
         slots = torch.arange(a.shape[1], device=a.device)
-        weight = self.folded if self.is_folded else fold_mixer(self.L)
-        weight = weight.index_select(1, slots).index_select(
-            2, slots
-        )  # a shorter block uses the leading slots
+        weight = self.folded if self.L is None else fold_mixer(self.L)
+        assert weight is not None
+        weight = weight.index_select(1, slots).index_select(2, slots)  # a shorter block uses the leading slots
         return (weight @ a.permute(2, 1, 0)).permute(2, 1, 0)  # (r, N, N) @ (r, N, B)
 
 

@@ -22,12 +22,10 @@ MASK_VALUE = -30000.0
 
 def tracing() -> bool:
     """True while torch.onnx.export runs the module."""
-    return torch.onnx.is_in_onnx_export()
+    return bool(torch.onnx.is_in_onnx_export())
 
 
-def _node(
-    op: str, inputs: tuple[Tensor, ...], like: Tensor, shape: tuple[object, ...], **attrs: object
-) -> Tensor:
+def _node(op: str, inputs: tuple[Tensor, ...], like: Tensor, shape: tuple[object, ...], **attrs: object) -> Tensor:
     return torch.onnx.ops.symbolic(op, inputs, attrs, dtype=like.dtype, shape=shape)  # type: ignore[no-any-return]
 
 
@@ -53,9 +51,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def write_rows(cache: Tensor, rows: Tensor, write_index: Tensor) -> Tensor:
     """Return `cache` [B, H, C, D] with `rows` [B, H, S, D] written from row `write_index` [B] on."""
     if tracing():
-        return _node(
-            "TensorScatter", (cache, rows, write_index), cache, tuple(cache.shape), axis=2, mode="linear"
-        )
+        return _node("TensorScatter", (cache, rows, write_index), cache, tuple(cache.shape), axis=2, mode="linear")
     index = write_index[:, None] + torch.arange(rows.shape[2], device=rows.device)  # (B, S)
     return cache.scatter(2, index[:, None, :, None].expand_as(rows), rows)
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from xpress_export import names
-from xpress_export.errors import ParityError
+from xpress_export.errors import MissingDependencyError, ParityError
 from xpress_export.exporter.configs import DecoderConfig, DrafterConfig
 from xpress_export.exporter.modules import Drafter, Refiner
 from xpress_export.exporter.weights import WeightSource
@@ -62,8 +62,10 @@ class GraphRunner:
     """A graph on ONNX Runtime CPU with its cache kept between calls."""
 
     def __init__(self, path: Path, batch: int = 2) -> None:
-        import onnxruntime as ort
-
+        try:
+            import onnxruntime as ort
+        except ImportError as err:
+            raise MissingDependencyError("onnxruntime", "check the exported graphs", "cpu") from err
         options = ort.SessionOptions()
         options.log_severity_level = 3
         # Session-wide optimisation is the backend's business; parity wants the graph as written.
@@ -78,9 +80,7 @@ class GraphRunner:
         }
 
     def __call__(self, **feeds: Tensor) -> dict[str, Tensor]:
-        arrays = {
-            name: feeds[name].numpy().astype(dtype) for name, dtype in self.inputs.items() if name in feeds
-        }
+        arrays = {name: feeds[name].numpy().astype(dtype) for name, dtype in self.inputs.items() if name in feeds}
         values = dict(zip(self.outputs, self.session.run(None, arrays | self.cache), strict=True))
         self.cache = {name: values.pop(name.replace("past_", "present_")) for name in self.cache}
         return {name: torch.from_numpy(np.asarray(v)) for name, v in values.items()}
@@ -144,7 +144,7 @@ def _transformers_run(model: torch.nn.Module, ids: Tensor, taps: tuple[int, ...]
     """
     last: list[Tensor] = []
     layers = model.model.layers  # type: ignore[union-attr]
-    handle = layers[-1].register_forward_hook(  # type: ignore[union-attr, index, operator]
+    handle = layers[-1].register_forward_hook(  # type: ignore[union-attr, index]
         lambda _m, _i, out: last.append(out[0] if isinstance(out, tuple) else out)
     )
     with torch.inference_mode():
@@ -187,9 +187,7 @@ def check_drafter(path: Path, module: Drafter, config: DrafterConfig, precision:
             errors.append(relative_error(out[names.DRAFT_LOGITS], logits))
     checks = [Check(names.DRAFTER, "the PyTorch module", "share of wrong tokens", max(mismatches), 0.0, rows)]
     if errors:
-        checks.append(
-            Check(names.DRAFTER, "the PyTorch module", "relative error", max(errors), tolerance, rows)
-        )
+        checks.append(Check(names.DRAFTER, "the PyTorch module", "relative error", max(errors), tolerance, rows))
     return [check.require() for check in checks]
 
 
@@ -212,9 +210,7 @@ def check_refiner(path: Path, module: Refiner, precision: str) -> list[Check]:
         tokens = graph(**feeds)[names.REFINED_TOKENS]
         mismatches.append(token_mismatch(tokens, logits, tolerance, module.vocab))
         feeds[names.DRAFT_TOKENS] = tokens
-    check = Check(
-        names.REFINER, "the PyTorch module", "share of wrong tokens", max(mismatches), 0.0, 4 * drafts
-    )
+    check = Check(names.REFINER, "the PyTorch module", "share of wrong tokens", max(mismatches), 0.0, 4 * drafts)
     return [check.require()]
 
 
@@ -224,16 +220,12 @@ def load_reference(config: DecoderConfig, hf_config: Any, weights: WeightSource)
     from transformers.initialization import no_init_weights
 
     with no_init_weights():
-        model = AutoModelForCausalLM.from_config(
-            hf_config, attn_implementation="eager", dtype=torch.float32
-        ).eval()
+        model = AutoModelForCausalLM.from_config(hf_config, attn_implementation="eager", dtype=torch.float32).eval()
     state = {name: weights.read(name).float() for name in weights.names()}
     missing, unexpected = model.load_state_dict(state, strict=False, assign=True)
     tied = {"lm_head.weight"} if config.tied_head else set()
     if set(missing) - tied or unexpected:
-        raise ParityError(
-            f"transformers' {type(model).__name__} misses {missing} and does not know {unexpected}"
-        )
+        raise ParityError(f"transformers' {type(model).__name__} misses {missing} and does not know {unexpected}")
     if config.tied_head:
         model.tie_weights()
     return model  # type: ignore[no-any-return]

@@ -138,9 +138,7 @@ def _refuse_drafter(raw: Json, where: str) -> None:
 def _without_derived(weights: WeightSource, config: DecoderConfig) -> WeightSource:
     """Drop what is not a parameter: stored rotary tables, and the copy of a tied head."""
     tied = {"lm_head.weight"} if config.tied_head else set()
-    return weights.subset(
-        name for name in weights.names() - tied if not name.endswith(".rotary_emb.inv_freq")
-    )
+    return weights.subset(name for name in weights.names() - tied if not name.endswith(".rotary_emb.inv_freq"))
 
 
 def _stop_ids(raw: Json, generation: Json, where: str) -> tuple[int, ...]:
@@ -177,15 +175,12 @@ def _read_gguf(source: str, path: Path) -> TargetCheckpoint:
 def _gguf_family(file: GgufFile) -> str:
     family = file.value("general.architecture")
     if family not in GGUF_FAMILIES:
-        raise CheckpointError(
-            f"{file.path}: architecture {family!r} is not supported as a target; {SUPPORTED}"
-        )
+        raise CheckpointError(f"{file.path}: architecture {family!r} is not supported as a target; {SUPPORTED}")
     if file.arch_value("expert_count"):
         raise CheckpointError(f"{file.path} has '{family}.expert_count', a mixture of experts; {SUPPORTED}")
     if (file.value("split.count") or 1) > 1:
         raise CheckpointError(
-            f"{file.path} is one of {file.value('split.count')} parts; "
-            f"join them with llama-gguf-split --merge"
+            f"{file.path} is one of {file.value('split.count')} parts; join them with llama-gguf-split --merge"
         )
     return str(family)
 
@@ -238,8 +233,7 @@ def _gguf_scaled_rope(file: GgufFile, rope: RopeConfig) -> RopeConfig:
     factors = file.read("rope_freqs.weight").tolist()
     if len(factors) != len(rope.inv_freq):
         raise CheckpointError(
-            f"{file.path}: tensor rope_freqs.weight has {len(factors)} entries, expected "
-            f"{len(rope.inv_freq)}; {AGAIN}"
+            f"{file.path}: tensor rope_freqs.weight has {len(factors)} entries, expected {len(rope.inv_freq)}; {AGAIN}"
         )
     return replace(rope, inv_freq=tuple(f / by for f, by in zip(rope.inv_freq, factors, strict=True)))
 

@@ -189,8 +189,7 @@ def _warn_if_unlike(backend: Tokenizer, folder: Path) -> None:
     rebuilt = backend.encode(PROBE_TEXT, add_special_tokens=False).ids
     if own != rebuilt:
         logger.warning(
-            "the tokenizer.json of %s cuts %r into %s but transformers makes %s of it; the bundle follows "
-            "transformers",
+            "the tokenizer.json of %s cuts %r into %s but transformers makes %s of it; the bundle follows transformers",
             folder,
             PROBE_TEXT,
             own,

@@ -100,7 +100,7 @@ def trace(module: nn.Module, inputs: Sequence[Binding | list[Binding]], outputs:
         _declare_dims(model, flat)
         _forget_values(model)
         _tidy(model)
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 def _dims(binding: Binding) -> dict[int, Any]:
@@ -137,9 +137,7 @@ def _forget_values(model: ir.Model) -> None:
             raise ExportError(f"initializer {value.name!r} of the traced graph has no shape")
         value.type, value.shape, value.const_value = ir.TensorType(const.dtype), const.shape, None
     for value in list(model.graph.initializers.values()):
-        value.name = (value.name or "").removeprefix(
-            "model."
-        )  # the wrapper's attribute, not part of the model
+        value.name = (value.name or "").removeprefix("model.")  # the wrapper's attribute, not part of the model
 
 
 def _tidy(model: ir.Model) -> None:
@@ -174,9 +172,7 @@ def attach(model: ir.Model, weights: WeightFile, file: str, source_of: Callable[
         shape = shape[::-1] if transposed else shape
         expected = int(np.prod(shape)) * dtype.itemsize
         if place[2] != expected:
-            raise ExportError(
-                f"weight {name}: the graph needs {expected} bytes (shape {shape}), got {place[2]}"
-            )
+            raise ExportError(f"weight {name}: the graph needs {expected} bytes (shape {shape}), got {place[2]}")
         value.shape = ir.Shape(shape)
         value.const_value = ir.ExternalTensor(
             *place, value.dtype, shape=ir.Shape(shape), name=name, base_dir=weights.folder

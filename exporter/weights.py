@@ -144,9 +144,7 @@ def _open_safetensors(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError, ValueError) as err:
-        raise CheckpointError(
-            f"{path} is not a complete safetensors file ({one_line(err)}); {AGAIN}"
-        ) from err
+        raise CheckpointError(f"{path} is not a complete safetensors file ({one_line(err)}); {AGAIN}") from err
 
 
 def _sharded_handles(index: Path, handles: Mapping[str, Any]) -> dict[str, Any]:
@@ -172,9 +170,7 @@ def load_torch_file(path: Path) -> dict[str, Any]:
             f"{path} is not a complete torch file of the zip format ({one_line(err)}); {AGAIN}"
         ) from err
     if not isinstance(content, dict):
-        raise CheckpointError(
-            f"{path} should hold a dictionary, got {type(content).__name__}; save it as one"
-        )
+        raise CheckpointError(f"{path} should hold a dictionary, got {type(content).__name__}; save it as one")
     return content
 
 
@@ -240,9 +236,7 @@ class GgufWeights(RenamedWeights):
     heads; `read` puts those rows back in half-split order.
     """
 
-    def __init__(
-        self, file: GgufFile, stored_names: Mapping[str, str], interleaved_heads: Mapping[str, int]
-    ) -> None:
+    def __init__(self, file: GgufFile, stored_names: Mapping[str, str], interleaved_heads: Mapping[str, int]) -> None:
         super().__init__(file, stored_names)
         self._interleaved_heads = dict(interleaved_heads)
 

@@ -54,9 +54,7 @@ class Result:
 class Runtime:
     """A bundle, loaded. Use as a context manager, or call `close`."""
 
-    def __init__(
-        self, manifest: Manifest, codec: TextCodec, graphs: dict[str, Graph], prefill_chunk: int
-    ) -> None:
+    def __init__(self, manifest: Manifest, codec: TextCodec, graphs: dict[str, Graph], prefill_chunk: int) -> None:
         self.manifest, self.codec = manifest, codec
         self._graphs, self._chunk = graphs, prefill_chunk
         draft = manifest.draft
@@ -85,9 +83,7 @@ class Runtime:
         folder = Path(folder)
         manifest = open_bundle(folder, on_verify)
         codec = TextCodec.open(folder / manifest.text.folder)
-        graphs = {
-            role: Graph(folder / record.file, role, num_threads) for role, record in manifest.graphs.items()
-        }
+        graphs = {role: Graph(folder / record.file, role, num_threads) for role, record in manifest.graphs.items()}
         return cls(manifest, codec, graphs, prefill_chunk)
 
     @property
@@ -145,9 +141,7 @@ class Runtime:
         limit = self.manifest.target.vocab_size
         for position, token in enumerate(ids):
             if not 0 <= token < limit:
-                raise RequestError(
-                    f"prompt token {position} is {token}; the vocabulary has ids 0 to {limit - 1}"
-                )
+                raise RequestError(f"prompt token {position} is {token}; the vocabulary has ids 0 to {limit - 1}")
         return list(ids)
 
     def _plan(self, num_prompt: int, params: SamplingParams) -> Plan:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from xpress_export.errors import BundleError, MissingDependencyError, RuntimeFailure
+from xpress_export.errors import BundleError, MissingDependencyError, EngineError
 
 Array = NDArray[Any]
 
@@ -86,7 +86,7 @@ class Call:
         try:
             self.graph.session.run_with_iobinding(self._io)
         except Exception as err:  # as above: no common base class
-            raise RuntimeFailure(f"the {self.graph.role} graph failed: {_first_line(err)}") from err
+            raise EngineError(f"the {self.graph.role} graph failed: {_first_line(err)}") from err
 
 
 def _first_line(error: Exception) -> str:

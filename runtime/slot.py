@@ -26,12 +26,12 @@ class KVCache:
     """Keys and values of one graph, [1, H, C, D] each, growing by doubling up to `max_capacity` rows."""
 
     def __init__(self, call: Call, dtype: type, max_capacity: int) -> None:
-        shapes = call.graph.shapes
+        graph = call.graph
         self._call, self._max = call, max_capacity
         self.capacity = min(FIRST_CAPACITY, max_capacity)
-        self._arrays = {
-            name: np.zeros((1, shape[1], self.capacity, shape[3]), dtype)
-            for name, shape in shapes.items()
+        self._arrays: dict[str, Array] = {
+            name: np.zeros((1, graph.size(name, 1), self.capacity, graph.size(name, 3)), dtype)
+            for name in graph.shapes
             if name.startswith("past_")
         }
         self._bind()
@@ -43,7 +43,7 @@ class KVCache:
         assert num_rows <= self._max, f"{num_rows} rows asked of a cache of at most {self._max}"
         old, self.capacity = self.capacity, min(self._max, max(num_rows, 2 * self.capacity))
         for name, array in self._arrays.items():
-            grown = np.zeros((1, array.shape[1], self.capacity, array.shape[3]), array.dtype)
+            grown: Array = np.zeros((1, array.shape[1], self.capacity, array.shape[3]), array.dtype)
             grown[:, :, :old] = array
             self._arrays[name] = grown
         self._bind()
@@ -65,7 +65,7 @@ class Target:
         self.next_token = np.zeros((1, max_rows), np.int64)
         self._has_taps = graph.has(names.TARGET_HIDDEN)
         width = graph.size(names.TARGET_HIDDEN, 2) if self._has_taps else 0
-        self.target_hidden = np.zeros((1, max_rows, width), dtype)
+        self.target_hidden: Array = np.zeros((1, max_rows, width), dtype)
         self._call.bind_input(names.WRITE_INDEX, self.write_index)
 
     def run(self, num_rows: int) -> None:
@@ -92,9 +92,9 @@ class Drafter:
         self._call.bind_input(names.WRITE_INDEX, self.write_index)
         self._for_refiner = graph.has(names.DRAFT_HIDDEN)
         if self._for_refiner:
-            self.draft_hidden = np.zeros((1, block.size, graph.size(names.DRAFT_HIDDEN, 2)), dtype)
+            self.draft_hidden: Array = np.zeros((1, block.size, graph.size(names.DRAFT_HIDDEN, 2)), dtype)
             logits = (1, block.num_draft_tokens, graph.size(names.DRAFT_LOGITS, 2))
-            self.draft_logits = np.zeros(logits, dtype)
+            self.draft_logits: Array = np.zeros(logits, dtype)
         self._first_slot = block.first_slot
 
     def run(self, target_hidden: Array, num_slots: int) -> Array:

@@ -128,9 +128,7 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """JSON as templates were written against: no HTML escapes (Jinja's own filter makes them)."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _compile_template(source: str) -> jinja2.Template:
@@ -173,9 +171,7 @@ def _check_plain(value: object, field: str) -> Any:
 
 def _check_message(message: object, field: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
-        raise RequestError(
-            f"{field} must be an object with 'role' and 'content', got {type(message).__name__}"
-        )
+        raise RequestError(f"{field} must be an object with 'role' and 'content', got {type(message).__name__}")
     for key in ("role", "content"):
         if key not in message:
             raise RequestError(f"{field}.{key} is missing; a message is {{'role': ..., 'content': ...}}")
@@ -316,9 +312,7 @@ class TextCodec:
         try:
             tokenizer = Tokenizer.from_file(str(path))
         except Exception as err:  # the Rust side raises a bare Exception
-            raise BundleError(
-                f"{path} is not a tokenizer this version of tokenizers can read: {err}"
-            ) from err
+            raise BundleError(f"{path} is not a tokenizer this version of tokenizers can read: {err}") from err
         if tokenizer.get_vocab_size() != config.vocab_size:
             raise BundleError(
                 f"{path} holds {tokenizer.get_vocab_size()} tokens but {TEXT_FILE} says {config.vocab_size}: "
@@ -332,9 +326,7 @@ class TextCodec:
             return []
         bos = None if self.config.bos_token is None else self._tokenizer.token_to_id(self.config.bos_token)
         if bos is None:
-            raise BundleError(
-                f"{TEXT_FILE} asks for BOS but its bos_token {self.config.bos_token!r} is no token"
-            )
+            raise BundleError(f"{TEXT_FILE} asks for BOS but its bos_token {self.config.bos_token!r} is no token")
         return [] if self._tokenizer.encode("").ids[:1] == [bos] else [bos]
 
     def encode(self, text: str) -> list[int]:

@@ -200,9 +200,7 @@ def trio(folder: Path) -> Manifest:
 
 
 def parity(role: str, against: str) -> ParityRecord:
-    return ParityRecord(
-        graph=role, against=against, measure="relative error", value=1e-6, tolerance=1e-4, rows=96
-    )
+    return ParityRecord(graph=role, against=against, measure="relative error", value=1e-6, tolerance=1e-4, rows=96)
 
 
 def write_files(folder: Path, files: dict[str, bytes]) -> Path:
@@ -227,7 +225,7 @@ def raw(bundle: Path) -> dict[str, Any]:
 
 
 def text_of(raw: dict[str, Any], *, signed: bool) -> str:
-    """JSON text, its digest brought up to date if `signed` - written out here so that it pins the definition."""
+    """JSON text, with its digest brought up to date if `signed`; written out here to pin its definition."""
     rest = {key: value for key, value in raw.items() if key != "digest"}
     canonical = json.dumps(rest, sort_keys=True, separators=(",", ":"))
     return json.dumps(rest | {"digest": hashlib.sha256(canonical.encode()).hexdigest()} if signed else raw)
@@ -291,13 +289,10 @@ def test_an_error_in_progress_ends_the_check(bundle: Path) -> None:
 
 
 def test_imports_nothing_but_the_standard_library() -> None:
-    code = "import sys, xpress_export.manifest; print(*{m.partition('.')[0] for m in sys.modules})"
-    found = set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.split())
-    assert "xpress_export" in found
-    assert {m for m in found if "editable" not in m} - sys.stdlib_module_names <= {
-        "xpress_export",
-        "__main__",
-    }
+    code = "import sys; old = {*sys.modules}; import xpress_export.manifest; print(*sys.modules.keys() - old)"
+    printed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    found = {name.partition(".")[0] for name in printed.split()}
+    assert found - sys.stdlib_module_names == {"xpress_export"}
 
 
 # Tampering with the manifest
@@ -341,7 +336,7 @@ def another(value: Any) -> Any:
         return not value
     if value is None or isinstance(value, str):
         return (value or "") + "x"
-    return value * 2 + 1
+    return value + 1
 
 
 def of_another_type(value: Any) -> list[Any]:
@@ -409,8 +404,7 @@ def test_every_list_element_removed_or_doubled(raw: dict[str, Any]) -> None:
     for place in lists:
         items = at(raw, place)
         for wrong in (items[1:], items[:-1], [*items, items[-1]]):
-            assert "digest should be" in refusal(text_of(changed(raw, place, wrong), signed=False)) or True
-            refusal(text_of(changed(raw, place, wrong), signed=False))
+            assert refusal(text_of(changed(raw, place, wrong), signed=False))
 
 
 CONTRADICTIONS: list[tuple[str, Any, str]] = [
@@ -508,9 +502,7 @@ def test_paths_that_could_leave_the_bundle(raw: dict[str, Any], path: str) -> No
 def test_files_in_another_order_or_with_the_manifest_itself(raw: dict[str, Any]) -> None:
     raw["files"].reverse()
     assert refusal(text_of(raw, signed=True)).startswith("files should be sorted by path, each file once")
-    raw["files"] = sorted(
-        [*raw["files"], raw["files"][0] | {"path": "manifest.json"}], key=lambda f: f["path"]
-    )
+    raw["files"] = sorted([*raw["files"], raw["files"][0] | {"path": "manifest.json"}], key=lambda f: f["path"])
     assert refusal(text_of(raw, signed=True)).startswith("files should not list manifest.json itself")
 
 
@@ -596,14 +588,10 @@ def unreadable(folder: Path) -> str:
 def test_folders_that_are_no_bundle(tmp_path: Path, bundle: Path) -> None:
     assert unreadable(tmp_path / "none").startswith("F does not exist; give the folder of a bundle")
     assert unreadable(bundle / "manifest.json").startswith("F is not a bundle's folder; give the folder that")
-    assert unreadable(bundle / "graphs" / "target.onnx").startswith(
-        "F is a file, but a bundle is a folder with"
-    )
+    assert unreadable(bundle / "graphs" / "target.onnx").startswith("F is a file, but a bundle is a folder with")
     empty = tmp_path / "empty"
     empty.mkdir()
-    assert unreadable(empty).startswith(
-        "F has no manifest.json, but a bundle is a folder with manifest.json,"
-    )
+    assert unreadable(empty).startswith("F has no manifest.json, but a bundle is a folder with manifest.json,")
     (empty / "manifest.json").mkdir()
     assert unreadable(empty).startswith("F has no manifest.json")
 
@@ -612,9 +600,7 @@ def test_folders_that_are_no_bundle(tmp_path: Path, bundle: Path) -> None:
 def test_checkpoint_given_as_a_bundle(tmp_path: Path, name: str) -> None:
     (tmp_path / name).touch()
     message = unreadable(tmp_path)
-    assert message.startswith(
-        "F is a checkpoint, not a bundle; build a bundle from it first with `xpress-export"
-    )
+    assert message.startswith("F is a checkpoint, not a bundle; build a bundle from it first with `xpress-export")
 
 
 def test_manifest_that_cannot_be_read(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:

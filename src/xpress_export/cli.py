@@ -53,15 +53,9 @@ def cli(verbose: int) -> None:
 def build_options(command: Command) -> Command:
     """The options that `build` and `export` share."""
     options = [
-        click.option(
-            "--target", metavar="T", help="Target LLM: a folder, a Hugging Face hub id, or a .gguf file."
-        ),
-        click.option(
-            "--drafter", metavar="D", help="dFlash drafter: a folder, hub id, or training .pt file."
-        ),
-        click.option(
-            "--refiner", metavar="R", help="xPress refiner or Markov head: a folder, hub id, or .pt file."
-        ),
+        click.option("--target", metavar="T", help="Target LLM: a folder, a Hugging Face hub id, or a .gguf file."),
+        click.option("--drafter", metavar="D", help="dFlash drafter: a folder, hub id, or training .pt file."),
+        click.option("--refiner", metavar="R", help="xPress refiner or Markov head: a folder, hub id, or .pt file."),
         click.option(
             "--preset", type=click.Choice(sorted(presets.PRESETS)), help="A ready trio, instead of the above."
         ),
@@ -120,14 +114,10 @@ def _export(
     if (target is None) == (preset is None):
         raise click.UsageError("give either --target (with --drafter and --refiner) or --preset")
     if preset is not None and (drafter or refiner):
-        raise click.UsageError(
-            "--preset brings its own drafter and refiner; leave --drafter and --refiner out"
-        )
+        raise click.UsageError("--preset brings its own drafter and refiner; leave --drafter and --refiner out")
     if refiner is not None and drafter is None:
         raise click.UsageError("--refiner corrects a drafter's block: give --drafter too")
-    sources = (
-        presets.PRESETS[preset].sources() if preset else dict(target=target, drafter=drafter, refiner=refiner)
-    )
+    sources = presets.PRESETS[preset].sources() if preset else dict(target=target, drafter=drafter, refiner=refiner)
     exporter = _exporter()
     options = exporter.ExportOptions(
         **sources,
@@ -154,9 +144,7 @@ def _exporter() -> Any:
 def _report_bundle(folder: Path, manifest: Any, reused: bool) -> None:
     state = "is valid and was reused" if reused else "built"
     models = " + ".join(manifest.graphs)
-    out.print(
-        f"bundle {folder} {state}: {models}, {manifest.precision}, {ui.human_bytes(manifest.num_bytes)}"
-    )
+    out.print(f"bundle {folder} {state}: {models}, {manifest.precision}, {ui.human_bytes(manifest.num_bytes)}")
     for check in manifest.parity:
         out.print(
             f"  {check.graph}: {check.measure} {check.value:.1e} against {check.against} "
@@ -168,9 +156,7 @@ def _report_bundle(folder: Path, manifest: Any, reused: bool) -> None:
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.argument("stdin", required=False, type=click.Choice(["-"]), metavar="[-]")
 @click.option("--prompt", metavar="TEXT", help="The prompt.")
-@click.option(
-    "--prompt-file", type=click.Path(path_type=Path), metavar="F", help="Read the prompt from a file."
-)
+@click.option("--prompt-file", type=click.Path(path_type=Path), metavar="F", help="Read the prompt from a file.")
 @click.option(
     "--chat/--raw",
     default=None,
@@ -202,9 +188,7 @@ def _report_bundle(folder: Path, manifest: Any, reused: bool) -> None:
 )
 @click.option("--stop", multiple=True, metavar="S", help="End before this text; may be repeated.")
 @click.option("--ignore-eos", is_flag=True, help="Do not end at the model's stop tokens.")
-@click.option(
-    "--threads", type=click.IntRange(min=1), metavar="N", help="CPU threads.  [default: one per core]"
-)
+@click.option("--threads", type=click.IntRange(min=1), metavar="N", help="CPU threads.  [default: one per core]")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of streaming.")
 def generate(bundle: Path, **options: Any) -> None:
     """Generate text from BUNDLE; `-` reads the prompt from standard input. Streams as tokens are committed."""
@@ -267,9 +251,7 @@ def _open_runtime(bundle: Path, threads: int | None) -> Any:
 def _prompt_text(stdin: str | None, prompt: str | None, prompt_file: Path | None) -> str:
     given = [source for source in (stdin, prompt, prompt_file) if source is not None]
     if len(given) != 1:
-        raise click.UsageError(
-            "give the prompt once: --prompt TEXT, --prompt-file F, or - for standard input"
-        )
+        raise click.UsageError("give the prompt once: --prompt TEXT, --prompt-file F, or - for standard input")
     if prompt is not None:
         return prompt
     where = "standard input" if prompt_file is None else str(prompt_file)

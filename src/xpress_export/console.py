@@ -45,9 +45,7 @@ class ConsoleProgress:
         self._console = console
 
     @contextlib.contextmanager
-    def step(
-        self, label: str, total: float | None = None, expected_s: float | None = None
-    ) -> Iterator[Advance]:
+    def step(self, label: str, total: float | None = None, expected_s: float | None = None) -> Iterator[Advance]:
         if not self._console.is_terminal:
             yield lambda _: None
             return
@@ -65,9 +63,7 @@ class ConsoleProgress:
 
 def table(title: str | None, header: Sequence[str], rows: Sequence[Sequence[object]]) -> Table:
     """A plain table; cells are shown as text."""
-    made = Table(
-        title=title, title_justify="left", show_edge=False, pad_edge=False, box=None, header_style="bold"
-    )
+    made = Table(title=title, title_justify="left", show_edge=False, pad_edge=False, box=None, header_style="bold")
     for name in header:
         made.add_column(name, overflow="fold")
     for row in rows:

@@ -21,16 +21,9 @@ CAPABILITIES = {
     "build TensorRT-RTX engines": ("rtx", ("tensorrt-rtx",)),
 }
 PACKAGES = (
-    "onnxruntime",
-    "onnxruntime-gpu",
-    "tensorrt",
-    "tensorrt-rtx",
-    "torch",
-    "transformers",
-    "onnx",
-    "onnxscript",
+    *("onnxruntime", "onnxruntime-gpu", "tensorrt", "tensorrt-rtx", "torch", "transformers", "onnx", "onnxscript"),
+    *("onnx-ir", "safetensors", "gguf", "tokenizers", "huggingface-hub", "numpy", "click", "rich"),
 )
-PACKAGES += ("onnx-ir", "safetensors", "gguf", "tokenizers", "huggingface-hub", "numpy", "click", "rich")
 
 
 @dataclass(frozen=True)
@@ -98,11 +91,6 @@ def _providers() -> list[str]:
 def _gpus() -> list[str]:
     """NVIDIA GPUs the driver knows, by model name; Jetson's integrated GPU has no such entries."""
     found = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
-    names = [
-        line.split(":", 1)[1].strip()
-        for p in found
-        for line in p.read_text().splitlines()
-        if line[:5] == "Model"
-    ]
+    names = [line.split(":", 1)[1].strip() for p in found for line in p.read_text().splitlines() if line[:5] == "Model"]
     tegra = Path("/etc/nv_tegra_release")
     return names or (["Jetson (integrated)"] if tegra.exists() else [])

@@ -7,7 +7,7 @@
     ├── BundleError                a bundle is missing, incomplete, tampered with or of another schema
     ├── PlatformError              the named platform cannot do what was asked
     ├── RequestError               a generation request is not valid (empty prompt, too long, unknown mode)
-    ├── RuntimeFailure             an engine call failed while generating
+    ├── EngineError                an engine call failed while generating
     └── MissingDependencyError     an optional package is not installed
 
 Messages say what failed, where, expected and got, and what to do about it.
@@ -44,7 +44,7 @@ class RequestError(XpressExportError):
     """A generation request cannot be honoured as given."""
 
 
-class RuntimeFailure(XpressExportError):
+class EngineError(XpressExportError):
     """An engine call failed during generation."""
 
 

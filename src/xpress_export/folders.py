@@ -176,9 +176,7 @@ def _check_free_to_use(out: Path, replace: bool) -> None:
         if not out.is_dir():
             raise ExportError(f"{out} is a file; name a folder to build into")
         if Path.cwd().is_relative_to(out):
-            raise ExportError(
-                f"{out} is the current folder or above it; name a folder inside the current one"
-            )
+            raise ExportError(f"{out} is the current folder or above it; name a folder inside the current one")
         if os.path.ismount(out):
             raise ExportError(f"{out} is a mount point, which cannot be renamed; name a folder inside it")
         if not any(out.iterdir()):
@@ -229,9 +227,7 @@ def _explained(problem: str) -> Iterator[None]:
     try:
         yield
     except OSError as err:
-        raise ExportError(
-            f"{problem}: {err.strerror or err}; check the path, its permissions and the disk"
-        ) from err
+        raise ExportError(f"{problem}: {err.strerror or err}; check the path, its permissions and the disk") from err
 
 
 @contextlib.contextmanager

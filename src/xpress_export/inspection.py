@@ -36,7 +36,7 @@ def describe(manifest: Manifest) -> Iterator[RenderableType]:
         facts.append(("drafter", "trained" if d.trained else "UNTRAINED: random stand-in weights"))
     yield table("Bundle", ("", ""), facts)
     yield ""
-    models = [m.target, *filter(None, (m.drafter, m.refiner))]
+    models = [model for model in (m.target, m.drafter, m.refiner) if model is not None]
     rows = [
         (
             role,
@@ -52,9 +52,7 @@ def describe(manifest: Manifest) -> Iterator[RenderableType]:
         yield ""
         yield _graph_table(role, graph)
     yield ""
-    checks = [
-        (c.graph, c.measure, f"{c.value:.2e}", f"{c.tolerance:.0e}", c.rows, c.against) for c in m.parity
-    ]
+    checks = [(c.graph, c.measure, f"{c.value:.2e}", f"{c.tolerance:.0e}", c.rows, c.against) for c in m.parity]
     yield table(
         "Parity at export (executed, ONNX Runtime CPU)",
         ("graph", "measure", "value", "allowed", "rows", "against"),
@@ -88,9 +86,7 @@ def describe_machine(facts: Mapping[str, Any]) -> Iterator[RenderableType]:
             ("cores", facts["cores"]),
             (
                 "memory",
-                "unknown"
-                if memory is None
-                else f"{human_bytes(memory)} free of {human_bytes(facts['memory_bytes'])}",
+                "unknown" if memory is None else f"{human_bytes(memory)} free of {human_bytes(facts['memory_bytes'])}",
             ),
             ("disk", f"{human_bytes(facts['disk_free_bytes'])} free here"),
             ("GPU", ", ".join(facts["gpus"]) or "none found"),

@@ -364,9 +364,7 @@ def _sha256(path: Path, advance: Callable[[int], None]) -> str:
             file.advance = advance
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as err:
-        raise BundleError(
-            f"{path} cannot be read: {err.strerror}; check the disk and its permissions"
-        ) from err
+        raise BundleError(f"{path} cannot be read: {err.strerror}; check the disk and its permissions") from err
 
 
 def record_files(folder: Path, on_progress: Callable[[int], None] | None = None) -> tuple[FileRecord, ...]:
@@ -399,8 +397,6 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
         os.replace(partial, path)
         sync(folder)
     except OSError as err:
-        raise ExportError(
-            f"{path} cannot be written: {err.strerror}; check the disk and its permissions"
-        ) from err
+        raise ExportError(f"{path} cannot be written: {err.strerror}; check the disk and its permissions") from err
     finally:
         partial.unlink(missing_ok=True)

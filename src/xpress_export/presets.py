@@ -28,11 +28,7 @@ class Preset:
     def sources(self) -> dict[str, str]:
         """Paths of target, drafter and refiner; raises CheckpointError if the target's package is missing."""
         spec = importlib.util.find_spec(self.target_module)
-        folder = (
-            Path(next(iter(spec.submodule_search_locations)))
-            if spec and spec.submodule_search_locations
-            else None
-        )
+        folder = Path(next(iter(spec.submodule_search_locations))) if spec and spec.submodule_search_locations else None
         if folder is None or not (folder / self.target_file).is_file():
             raise CheckpointError(
                 f"preset {self.name} takes its target from the package {self.target_package}, which is not installed; "

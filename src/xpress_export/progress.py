@@ -30,7 +30,5 @@ class Silent:
     """The default: says nothing."""
 
     @contextlib.contextmanager
-    def step(
-        self, label: str, total: float | None = None, expected_s: float | None = None
-    ) -> Iterator[Advance]:
+    def step(self, label: str, total: float | None = None, expected_s: float | None = None) -> Iterator[Advance]:
         yield lambda _: None
