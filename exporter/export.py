@@ -38,9 +38,10 @@ from xpress_export.exporter.modules import Drafter, Refiner, fold_mixer
 from xpress_export.exporter.tokenizer import TokenizerInfo, check_same_tokenizer, export_tokenizer
 from xpress_export.exporter.trace import OPSET, Source, WeightFile, attach, save
 from xpress_export.exporter.weights import WeightSource
-from xpress_export.folders import require_free_space, staged_folder
+from xpress_export.folders import files_below, require_free_space, staged_folder
 from xpress_export.manifest import (
     GRAPHS_FOLDER,
+    MANIFEST_FILE,
     TOKENIZER_FOLDER,
     DraftRecord,
     GraphRecord,
@@ -50,8 +51,9 @@ from xpress_export.manifest import (
     RefinerRecord,
     TensorRecord,
     TextRecord,
-    open_bundle,
+    read_manifest,
     record_files,
+    verify_files,
     write_manifest,
 )
 from xpress_export.progress import Progress, Silent
@@ -130,7 +132,7 @@ def export(options: ExportOptions, out: Path, progress: Progress | None = None) 
     with progress.step("Reading checkpoints", expected_s=8):
         trio = read_trio(options)
         max_context = _max_context(options, trio)
-        existing = _reusable(out, trio, options, max_context)
+    existing = _reusable(out, trio, options, max_context, progress)
     if existing is not None:
         return Exported(existing, reused=True)
     with staged_folder(out, replace=True) as stage:
@@ -145,8 +147,9 @@ def _build(trio: Trio, options: ExportOptions, max_context: int, stage: Path, pr
         text = _text_record(trio, tokenizer)
     graphs = _write_graphs(trio, options, stage / GRAPHS_FOLDER, progress)
     checks = _check_graphs(trio, options.precision, stage / GRAPHS_FOLDER, progress)
-    with progress.step("Hashing files"):
-        files = record_files(stage)
+    num_bytes = sum((stage / name).stat().st_size for name in files_below(stage))
+    with progress.step("Hashing files", total=num_bytes) as advance:
+        files = record_files(stage, advance)
     manifest = Manifest(
         tool=_tools(),
         platform=options.platform,
@@ -178,12 +181,14 @@ def _max_context(options: ExportOptions, trio: Trio) -> int:
     return options.max_context or most
 
 
-def _reusable(out: Path, trio: Trio, options: ExportOptions, max_context: int) -> Manifest | None:
+def _reusable(out: Path, trio: Trio, options: ExportOptions, max_context: int, progress: Progress) -> Manifest | None:
     """The manifest of `out` if it is intact and what would be built now; otherwise None, and why in the log."""
-    if not out.exists():
+    if not (out / MANIFEST_FILE).exists():
         return None
     try:
-        found = open_bundle(out)
+        found = read_manifest(out)
+        with progress.step("Checking the bundle that is there", total=found.num_bytes) as advance:
+            verify_files(out, found, advance)
     except BundleError as err:
         logger.warning("building again: %s", err)
         return None
@@ -230,11 +235,14 @@ def _write_graphs(trio: Trio, options: ExportOptions, folder: Path, progress: Pr
 
 
 def _tracing_s(trio: Trio, role: str) -> float:
-    """About how long tracing takes on one core, seconds: it goes with the number of layers, not with their size."""
+    """About how long tracing takes, seconds: it goes with the number of layers, not with their size.
+
+    The first trace, of the target, also loads the tracer.
+    """
     layers = {names.TARGET: trio.target.config.num_layers, names.REFINER: 1}
     if trio.drafter is not None:
         layers[names.DRAFTER] = trio.drafter.config.decoder.num_layers
-    return 2 + 0.9 * layers[role]
+    return (5 if role == names.TARGET else 1) + 0.9 * layers[role]
 
 
 Job = tuple[str, Callable[[], ir.Model], Callable[[str], Source], int]

@@ -187,8 +187,11 @@ class Target(nn.Module):
             hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
             if i in self.target_layer_ids:
                 taps[i] = hidden
+        hidden = self.model.norm(hidden)
+        if self.config.num_layers - 1 in taps:  # transformers' last hidden state is normalised, and drafters learn it
+            taps[self.config.num_layers - 1] = hidden
         tapped = torch.cat([taps[i] for i in self.target_layer_ids], dim=-1) if self.target_layer_ids else None
-        return self.lm_head(self.model.norm(hidden)), tapped, present
+        return self.lm_head(hidden), tapped, present
 
 
 class DraftVocab(nn.Module):

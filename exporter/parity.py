@@ -27,7 +27,7 @@ from xpress_export.exporter.configs import DecoderConfig, DrafterConfig
 from xpress_export.exporter.modules import Drafter, Refiner
 from xpress_export.exporter.weights import WeightSource
 
-TOLERANCE = {"fp32": 2e-4, "fp16": 3e-2}
+TOLERANCE = {"fp32": 2e-4, "fp16": 1e-2}
 """Relative error allowed, by precision of the graph. The references run in float32."""
 
 _CAPACITY = 64
@@ -138,20 +138,10 @@ def _rows(values: Tensor, span: Tensor) -> Tensor:
 
 
 def _transformers_run(model: torch.nn.Module, ids: Tensor, taps: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Tapped hidden states [B, S, K*E] and logits [B, S, V] of a whole sequence.
-
-    Layer i is `hidden_states[i + 1]`, except the last, which transformers normalises: its raw output is hooked.
-    """
-    last: list[Tensor] = []
-    layers = model.model.layers  # type: ignore[union-attr]
-    handle = layers[-1].register_forward_hook(  # type: ignore[union-attr, index]
-        lambda _m, _i, out: last.append(out[0] if isinstance(out, tuple) else out)
-    )
+    """Tapped hidden states [B, S, K*E] and logits [B, S, V] of a whole sequence; layer i is `hidden_states[i + 1]`."""
     with torch.inference_mode():
         out = model(ids, output_hidden_states=True, use_cache=False)
-    handle.remove()
-    states = [*out.hidden_states[:-1], last[0]]
-    tapped = torch.cat([states[i + 1] for i in taps], dim=-1) if taps else torch.zeros(0)
+    tapped = torch.cat([out.hidden_states[i + 1] for i in taps], dim=-1) if taps else torch.zeros(0)
     return tapped, out.logits
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from xpress_export.errors import BundleError, MissingDependencyError, EngineError
+from xpress_export.errors import BundleError, EngineError, MissingDependencyError
 
 Array = NDArray[Any]
 

@@ -62,6 +62,7 @@ class _Loop:
                 self._append_context()
             chunk = prompt[start : start + self.plan.prefill_chunk]
             self._run_target(chunk, num_committed=len(chunk))
+            self.stats.num_prefilled_tokens += len(chunk)
         return int(self.target.next_token[0, self.waiting_rows - 1])
 
     def draft(self, anchor: int, limit: int) -> Array:

@@ -13,6 +13,7 @@ from typing import Any
 class Stats:
     """Counts and times of one request; times in milliseconds of wall clock.
 
+    num_prefilled_tokens: prompt tokens the target has read so far.
     num_verify_steps: target calls after the prefill. num_draft_tokens: draft tokens they checked.
     num_accepted: draft tokens that were right; the bonus token each step adds is not among them.
     acceptance_histogram[a]: steps that accepted exactly a draft tokens.
@@ -21,6 +22,7 @@ class Stats:
     """
 
     num_prompt_tokens: int = 0
+    num_prefilled_tokens: int = 0
     num_generated_tokens: int = 0
     num_verify_steps: int = 0
     num_draft_tokens: int = 0

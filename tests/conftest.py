@@ -13,19 +13,25 @@ output depends on every earlier token and visits a third of the vocabulary.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
+import onnx.numpy_helper
+import onnx.parser
 import pytest
 import torch
 from numpy.typing import NDArray
 
 from xpress_export import names
+from xpress_export.exporter import export as export_module
+from xpress_export.exporter import graphs
 from xpress_export.exporter.configs import DecoderConfig, DrafterConfig, RefinerConfig, RopeConfig
 from xpress_export.exporter.export import ExportOptions, export
 from xpress_export.exporter.formats import write_drafter, write_refiner
@@ -46,13 +52,14 @@ CHATML = (
 
 @dataclass(frozen=True)
 class Trio:
-    """Folders of the checkpoints, and the target as transformers loads it (float32)."""
+    """Folders of the checkpoints; the target as transformers has it and the drafter, both eager and float32."""
 
     target: Path
     drafter: Path
     refiner: Path
     markov: Path
     model: Any
+    drafter_module: Drafter
 
     def options(self, **changes: Any) -> ExportOptions:
         """Export options of the xPress trio; `changes` replaces some."""
@@ -71,6 +78,10 @@ class Story:
         """The greedy continuation of the first `num_prompt` tokens."""
         assert self.start <= num_prompt <= len(self.ids) - num_tokens
         return self.ids[num_prompt : num_prompt + num_tokens]
+
+    def script(self, num_right: Sequence[int], refiner: bool = False) -> Script:
+        """A drafter of this story, `num_right[p]` drafts of which are right after an anchor at position p."""
+        return Script(self, num_right, refiner)
 
 
 def randomize(module: torch.nn.Module, seed: int, std: float) -> None:
@@ -175,32 +186,239 @@ def refiner_config(kind: str) -> RefinerConfig:
     )
 
 
-def write_random_drafter(folder: Path, config: DrafterConfig) -> Path:
-    module = Drafter(config)
+def write_random_drafter(folder: Path, config: DrafterConfig, target: Any) -> Drafter:
+    """A drafter folder; returns the eager module, which borrows embedding and head of `target`."""
+    module = Drafter(config).eval()
     randomize(module, seed=1, std=0.2)
     borrowed = {"embed_tokens.weight", "lm_head.weight"}
     tensors = {name: t for name, t in module.state_dict().items() if name not in borrowed}
     write_drafter(folder, config, tensors, {"rope_theta": THETA, "rope_type": "default"})
-    return folder
+    module.embed_tokens.weight.data = target.model.embed_tokens.weight.data
+    module.lm_head.weight.data = target.lm_head.weight.data
+    return module
 
 
-def write_random_refiner(folder: Path, kind: str, first_slot: int = 1) -> Path:
-    """Weights so large that the head often overrules the drafter."""
-    module = Refiner(refiner_config(kind), first_slot)
+def write_random_refiner(folder: Path, kind: str) -> None:
+    """A refiner folder, with weights so large that the head often overrules the drafter."""
+    module = Refiner(refiner_config(kind))
     randomize(module, seed=2, std=0.4)
-    write_refiner(folder, module.config, module.state_dict(), first_slot)
-    return folder
+    write_refiner(folder, module.config, module.state_dict())
 
 
 @pytest.fixture(scope="session")
 def tiny_trio(tmp_path_factory: pytest.TempPathFactory) -> Trio:
+    """The checkpoints on disk."""
     root = tmp_path_factory.mktemp("trio")
+    model = write_target(root / "target")
+    for kind in ("xpress", "markov"):
+        write_random_refiner(root / kind, kind)
     return Trio(
         target=root / "target",
-        model=write_target(root / "target"),
-        drafter=write_random_drafter(root / "drafter", drafter_config()),
-        refiner=write_random_refiner(root / "refiner", "xpress"),
-        markov=write_random_refiner(root / "markov", "markov"),
+        model=model,
+        drafter=root / "drafter",
+        drafter_module=write_random_drafter(root / "drafter", drafter_config(), model),
+        refiner=root / "xpress",
+        markov=root / "markov",
     )
 
 
+@pytest.fixture(scope="session")
+def stories(tiny_trio: Trio) -> list[Story]:
+    """One as long as the context, from one token; others from prompts of 3, 8 and 20 random tokens."""
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for num_prompt, num_tokens in ((1, MAX_CONTEXT - 1), (3, 100), (8, 100), (20, 100)):
+        story = None
+        while story is None:
+            prompt = torch.randint(0, VOCAB, (num_prompt,), generator=generator).tolist()
+            story = write_story(tiny_trio.model, prompt, num_tokens)
+        found.append(story)
+    return found
+
+
+def write_story(model: Any, prompt: list[int], num_tokens: int) -> Story | None:
+    """Transformers' greedy continuation of `prompt`, or None if it hangs on a near-tie or repeats itself."""
+    out = model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+        max_new_tokens=num_tokens,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    logits, ids = torch.cat(out.logits), out.sequences[0].tolist()
+    best = logits.topk(2).values
+    near_tie = ((best[:, 0] - best[:, 1]) / logits.std(-1)).min() < NEAR_TIE
+    varied = len(set(ids)) > 0.25 * min(len(ids), VOCAB)
+    return Story(ids, len(prompt)) if varied and not near_tie else None
+
+
+class TraceOnce:
+    """Stands in for the export's three trace functions: the same request is traced once per session."""
+
+    def __init__(self) -> None:
+        self._traced: dict[str, Any] = {}
+        self.num_traces = 0
+
+    def install(self, patch: pytest.MonkeyPatch) -> None:
+        """Put it in place of `graphs.trace_*` as the export stage sees them."""
+        for name in ("trace_target", "trace_drafter", "trace_refiner"):
+            patch.setattr(export_module, name, functools.partial(self._trace, name, getattr(graphs, name)))
+
+    def _trace(self, name: str, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        key = f"{name} {args} {options}"
+        if key not in self._traced:
+            self.num_traces += 1
+            self._traced[key] = function(*args, **options)
+        return self._traced[key].clone()
+
+
+@pytest.fixture(scope="session")
+def trace_once() -> TraceOnce:
+    """Tracing takes seconds; tests that export the same models again do not repeat it."""
+    return TraceOnce()
+
+
+@pytest.fixture(scope="session")
+def tiny_bundle(tiny_trio: Trio, trace_once: TraceOnce, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The trio exported in float32. Read-only: copy it to change it."""
+    out = tmp_path_factory.mktemp("bundles") / "tiny"
+    with pytest.MonkeyPatch.context() as patch:
+        trace_once.install(patch)
+        export(tiny_trio.options(), out)
+    return out
+
+
+@dataclass(frozen=True)
+class Script:
+    """What to draft while `story` is being told: `num_right[p]` right tokens, then wrong ones, after an anchor at p.
+
+    refiner: replace the refiner by a table of the story in which a token is told by the two before it.
+    """
+
+    story: Story
+    num_right: Sequence[int]
+    refiner: bool = False
+
+    def table(self) -> NDArray[np.int64]:
+        """int64 [positions, BLOCK - 1]: the drafts, a row for each position of the anchor."""
+        ids = self.story.ids + [0] * BLOCK
+        slots = range(1, BLOCK)
+        rows = [[(ids[p + j] + (j > right)) % VOCAB for j in slots] for p, right in enumerate(self.num_right)]
+        return np.array(rows, np.int64)
+
+    def follows(self) -> NDArray[np.int64]:
+        """int64 [V * V]: the token after each pair of tokens, 0 after a pair the story does not have."""
+        table = np.zeros((VOCAB, VOCAB), np.int64)
+        table[self.story.ids[:-2], self.story.ids[1:-1]] = self.story.ids[2:]
+        return table.reshape(-1)
+
+
+_DRAFTER = f"""
+script (int64[B] {names.WRITE_INDEX}, int64[B] {names.NUM_COMMITTED}, int64[B, N] {names.BLOCK_IDS})
+    => (int64[B, M] {names.DRAFT_TOKENS}, float[B, M, {VOCAB}] {names.DRAFT_LOGITS})
+<int64[1] zero = {{0}}, int64[1] one = {{1}}, int64 depth = {{{VOCAB}}}, float[2] off_on = {{0, 1000}}>
+{{
+    position = Add({names.WRITE_INDEX}, {names.NUM_COMMITTED})
+    rows = Gather(script_table, position)
+    num_slots = Shape<start = 1, end = 2>({names.BLOCK_IDS})
+    num_drafts = Sub(num_slots, one)
+    {names.DRAFT_TOKENS} = Slice(rows, zero, num_drafts, one)
+    {names.DRAFT_LOGITS} = OneHot({names.DRAFT_TOKENS}, depth, off_on)
+}}"""
+
+_REFINER = f"""<ir_version: 10, opset_import: ["": 24]>
+script (float[B, M, {VOCAB}] {names.DRAFT_LOGITS}, int64[B, M] {names.DRAFT_TOKENS}, int64[B] {names.ANCHOR},
+        int64[B] {names.PREVIOUS}) => (int64[B, M] {names.REFINED_TOKENS})
+<int64[1] zero = {{0}}, int64[1] one = {{1}}, int64[1] two = {{-2}}, int64[1] last = {{-1}}, int64 v = {{{VOCAB}}}>
+{{
+    previous_column = Unsqueeze({names.PREVIOUS}, one)
+    anchor_column = Unsqueeze({names.ANCHOR}, one)
+    tokens = Concat<axis = 1>(previous_column, anchor_column, {names.DRAFT_TOKENS})
+    first = Slice(tokens, zero, two, one)
+    second = Slice(tokens, one, last, one)
+    row = Mul(first, v)
+    index = Add(row, second)
+    {names.REFINED_TOKENS} = Gather(script_table, index)
+}}"""
+
+
+def _script_drafter(path: Path, table: NDArray[np.int64]) -> None:
+    """Make the graph draft from `table`, with logits that say so; its cache and hidden states stay real."""
+    model = onnx.load(path, load_external_data=False)
+    replaced = {names.DRAFT_TOKENS: "model_tokens", names.DRAFT_LOGITS: "model_logits"}
+    for node in model.graph.node:
+        node.input[:] = [replaced.get(name, name) for name in node.input]
+        node.output[:] = [replaced.get(name, name) for name in node.output]
+    added = onnx.parser.parse_graph(_DRAFTER)
+    model.graph.node.extend(added.node)
+    model.graph.initializer.extend([*added.initializer, onnx.numpy_helper.from_array(table, "script_table")])
+    onnx.save(model, path)
+
+
+def _script_refiner(path: Path, table: NDArray[np.int64]) -> None:
+    model = onnx.parser.parse_model(_REFINER)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(table, "script_table"))
+    onnx.save(model, path)
+
+
+class BundleMaker:
+    """Makes changed copies of the tiny bundle, each with a manifest of its own."""
+
+    def __init__(self, original: Path, root: Path) -> None:
+        self._original, self._root, self._count = original, root, 0
+
+    def __call__(
+        self,
+        script: Script | None = None,
+        *,
+        without: Sequence[str] = (),
+        text: dict[str, Any] | None = None,
+        **changes: Any,
+    ) -> Path:
+        """A bundle that drafts by `script`.
+
+        without: roles to leave out. text: replaces fields of text.json. changes: of the manifest.
+        """
+        self._count += 1
+        folder = Path(shutil.copytree(self._original, self._root / f"bundle{self._count}"))
+        if script is not None:
+            _script_drafter(folder / GRAPHS_FOLDER / "drafter.onnx", script.table())
+        if script is not None and script.refiner:
+            _script_refiner(folder / GRAPHS_FOLDER / "refiner.onnx", script.follows())
+        if text is not None:
+            path = folder / TOKENIZER_FOLDER / "text.json"
+            path.write_text(json.dumps(json.loads(path.read_text()) | text))
+        self.record(folder, **self._without(folder, without), **changes)
+        return folder
+
+    def _without(self, folder: Path, roles: Sequence[str]) -> dict[str, Any]:
+        """Remove the files of `roles`; what changes in the manifest."""
+        if not roles:
+            return {}
+        manifest = read_manifest(folder)
+        for path in (path for role in roles for path in (folder / GRAPHS_FOLDER).glob(f"{role}.*")):
+            path.unlink()
+        changes: dict[str, Any] = dict.fromkeys(roles)
+        changes["graphs"] = {role: graph for role, graph in manifest.graphs.items() if role not in roles}
+        changes["parity"] = tuple(check for check in manifest.parity if check.graph not in roles)
+        text = {f"{role}_tokenizer": None for role in roles}
+        changes["text"] = dataclasses.replace(manifest.text, **text)
+        draft = dataclasses.replace(manifest.draft, refine_passes=0)
+        changes["draft"] = None if names.DRAFTER in roles else draft
+        return changes
+
+    @staticmethod
+    def record(folder: Path, **changes: Any) -> None:
+        """Write the manifest that belongs to the files of `folder` as they are now."""
+        manifest = read_manifest(folder)
+        changes.setdefault("files", record_files(folder))
+        write_manifest(folder, dataclasses.replace(manifest, **changes))
+
+
+@pytest.fixture(scope="session")
+def scripted_bundle(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> BundleMaker:
+    """Factory of changed copies of the tiny bundle."""
+    return BundleMaker(tiny_bundle, tmp_path_factory.mktemp("scripted"))

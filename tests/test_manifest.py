@@ -21,10 +21,12 @@ from xpress_export import manifest as module
 from xpress_export.errors import BundleError, ExportError
 from xpress_export.manifest import (
     DraftRecord,
+    EngineRecord,
     GraphRecord,
     Manifest,
     ModelRecord,
     ParityRecord,
+    ProfileRecord,
     RefinerRecord,
     TensorRecord,
     TextRecord,
@@ -44,14 +46,23 @@ FILES = {
     "graphs/drafter.data": b"drafter weights",
     "graphs/refiner.onnx": b"refiner graph",
     "graphs/refiner.data": b"refiner weights",
+    "graphs/target.decomposed.onnx": b"the same, for an older TensorRT",
+    "graphs/drafter.decomposed.onnx": b"and this",
+    "graphs/refiner.decomposed.onnx": b"and this too",
+    "engines/target.l4.fp32.1234.plan": b"engine",
+    "engines/target.l4.fp32.1234.build.json": b"{}",
     "tokenizer/tokenizer.json": b"{}",
     "tokenizer/text.json": b"{ }",
 }
-SOLO_FILES = {path: data for path, data in FILES.items() if "drafter" not in path and "refiner" not in path}
+SOLO_FILES = {
+    path: data
+    for path, data in FILES.items()
+    if not any(word in path for word in ("drafter", "refiner", "decomposed", "engines"))
+}
 
 GOLDEN = """\
 {
-  "schema": 1,
+  "schema": 2,
   "tool": {"python": "3.11.4", "xpress-export": "0.1.0"},
   "platform": "cpu",
   "precision": "fp32",
@@ -92,6 +103,7 @@ GOLDEN = """\
       "outputs": [{"name": "next_token", "dtype": "int64", "shape": ["B", "S"]}]
     }
   },
+  "decomposed": {},
   "parity": [
     {
       "graph": "target",
@@ -102,6 +114,7 @@ GOLDEN = """\
       "rows": 96
     }
   ],
+  "engines": [],
   "files": [
     {
       "path": "graphs/target.data",
@@ -124,7 +137,7 @@ GOLDEN = """\
       "sha256": "44136fa355b3678a1146ad16f7e8649e94fb4fc21fe77e8310c060f61caaff8a"
     }
   ],
-  "digest": "a970aebad3c49b3d806153c06958777eee2aaa861779ad59b76e72c16857beb6"
+  "digest": "db2cb5efe771b6812de1c8a19224b7b92007cc3517e395f3421e41f0a3b21fea"
 }
 """
 
@@ -195,7 +208,35 @@ def trio(folder: Path) -> Manifest:
             "drafter": graph("drafter", "graphs/drafter.data", "graphs/target.data"),
             **base.graphs,
         },
+        decomposed={
+            "target": graph("target.decomposed", "graphs/target.data"),
+            "drafter": graph("drafter.decomposed", "graphs/drafter.data", "graphs/target.data"),
+            "refiner": graph("refiner.decomposed", "graphs/refiner.data"),
+        },
         parity=(*base.parity, parity("drafter", "the module"), parity("refiner", "the module")),
+        engines=(engine(),),
+    )
+
+
+def engine() -> EngineRecord:
+    return EngineRecord(
+        role="target",
+        platform="l4",
+        sm=89,
+        backend="tensorrt",
+        version="10.16.1.11",
+        driver=580,
+        precision="fp32",
+        lowering="native",
+        layout="split",
+        capacity=64,
+        max_batch=1,
+        hardware_compat="none",
+        version_compatible=False,
+        profiles=(ProfileRecord(name="verify", sizes={"B": (1, 1, 1), "S": (1, 8, 8)}),),
+        file="engines/target.l4.fp32.1234.plan",
+        report="engines/target.l4.fp32.1234.build.json",
+        cache_key="5" * 64,
     )
 
 
@@ -218,10 +259,15 @@ def bundle(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def trio_text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return trio(write_files(tmp_path_factory.mktemp("trio"), FILES)).to_json()
+
+
 @pytest.fixture
-def raw(bundle: Path) -> dict[str, Any]:
+def raw(trio_text: str) -> dict[str, Any]:
     """The trio's manifest as plain JSON."""
-    return json.loads((bundle / "manifest.json").read_text())
+    return json.loads(trio_text)
 
 
 def text_of(raw: dict[str, Any], *, signed: bool) -> str:
@@ -349,7 +395,7 @@ def test_every_leaf_changed(raw: dict[str, Any]) -> None:
     assert len(places) > 120
     for place in places:
         message = refusal(text_of(changed(raw, place, another(at(raw, place))), signed=False))
-        assert re.search(r"should be .*, got |digest should be|should list|is missing", message), place
+        assert re.search(r"should be .*, got |digest should be|should be those of|should list|is missing", message), place
 
 
 def test_every_leaf_of_another_type(raw: dict[str, Any]) -> None:
@@ -407,9 +453,12 @@ def test_every_list_element_removed_or_doubled(raw: dict[str, Any]) -> None:
             assert refusal(text_of(changed(raw, place, wrong), signed=False))
 
 
+TOKEN = {"name": "next_token", "dtype": "int64", "shape": ["B", "S"]}
+EMBEDDER = {"file": "graphs/embedder.onnx", "data": [], "inputs": [], "outputs": []}
+
 CONTRADICTIONS: list[tuple[str, Any, str]] = [
-    ("platform", "gpu", "platform should be 'cpu', got 'gpu'"),
-    ("precision", "int4", "precision should be 'fp32' or 'fp16', got 'int4'"),
+    ("platform", "gpu", "platform should be 'cpu' or 't4'"),
+    ("precision", "int4", "precision should be 'fp32' or 'fp16' or 'int8' or 'fp8', got 'int4'"),
     ("lowering", "decomposed", "lowering should be 'native'"),
     ("opset", 23, "opset should be 24, got 23"),
     ("max_context", 0, "max_context should be at least 1, got 0"),
@@ -419,6 +468,7 @@ CONTRADICTIONS: list[tuple[str, Any, str]] = [
     ("target.digest", "A" * 64, "target.digest should be 64"),
     ("target.digest", "1" * 64 + "\n", "target.digest should be 64"),
     ("target.source", "", "target.source should not be empty"),
+    ("target.head_dim", 0, "target.head_dim should be at least 1, got 0"),
     ("target.num_layers", 0, "target.num_layers should be at least 1, got 0"),
     ("target.num_layers", 1, "draft.target_layer_ids should be between -1 and 0, got [-1, 1]"),
     ("target.num_kv_heads", 3, "target.num_kv_heads should be a divisor of num_heads 4, got 3"),
@@ -426,6 +476,8 @@ CONTRADICTIONS: list[tuple[str, Any, str]] = [
     ("drafter", None, "drafter should be a record, got null: a refiner needs the drafter"),
     ("refiner", None, "text.refiner_tokenizer should be absent without its model"),
     ("refiner.kind", "eagle", "refiner.kind should be 'xpress' or 'markov', got 'eagle'"),
+    ("refiner.source", "", "refiner.source should not be empty"),
+    ("refiner.digest", "", "refiner.digest should be 64"),
     ("refiner.rank", 0, "refiner.rank should be at least 1"),
     ("draft", None, "draft should be present"),
     ("draft.block_size", 1, "draft.block_size should be at least 2, got 1"),
@@ -435,6 +487,7 @@ CONTRADICTIONS: list[tuple[str, Any, str]] = [
     ("draft.mask_token_id", 32, "draft.mask_token_id should be below the vocabulary's 32, got 32"),
     ("draft.mask_token_id", -1, "draft.mask_token_id should be at least 0"),
     ("draft.draft_vocab_size", 33, "draft.draft_vocab_size should be at most the vocabulary's 32"),
+    ("draft.draft_vocab_size", 0, "draft.draft_vocab_size should be at least 1, got 0"),
     ("draft.target_layer_ids", [], "draft.target_layer_ids should not be empty"),
     ("draft.target_layer_ids", [2], "draft.target_layer_ids should be between -1 and 1, got [2]"),
     ("draft.refine_passes", 0, "draft.refine_passes should be at least 1 with a refiner, got 0"),
@@ -443,6 +496,7 @@ CONTRADICTIONS: list[tuple[str, Any, str]] = [
     ("text.stop_token_ids", [7, 2], "text.stop_token_ids should be ascending token ids, got [7, 2]"),
     ("text.stop_token_ids", [-1], "text.stop_token_ids should be ascending"),
     ("text.drafter_tokenizer", "same", "text.drafter_tokenizer should be null or 'identical' or 'absent'"),
+    ("text.refiner_tokenizer", "", "text.refiner_tokenizer should be null or 'identical' or 'absent', got ''"),
     ("text.drafter_tokenizer", None, "text.drafter_tokenizer should be present"),
     ("graphs.refiner", "DELETE", "graphs.refiner should be present"),
     ("graphs.target", "DELETE", "graphs.target should be present"),
@@ -453,20 +507,24 @@ CONTRADICTIONS: list[tuple[str, Any, str]] = [
     ("graphs.target.data.0", "tokenizer/text.json", "graphs.target.data[0] should be a file of graphs/"),
     ("graphs.drafter.data.1", "graphs/drafter.data", "graphs.drafter.data should not repeat"),
     ("graphs.target.inputs.1.name", "input_ids", "graphs.target.inputs should not repeat, got 'input_ids'"),
+    ("graphs.target.inputs.1.name", "", "graphs.target.inputs[1].name should not be empty"),
+    ("graphs.target.outputs", [TOKEN, TOKEN], "graphs.target.outputs should not repeat, got 'next_token' twice"),
+    ("graphs.embedder", EMBEDDER, "graphs.embedder is none of target, drafter, refiner"),
     ("graphs.target.inputs.1.dtype", "float16", "graphs.target.inputs[1].dtype should be a type of fp32"),
     ("graphs.target.inputs.1.dtype", "bool", "graphs.target.inputs[1].dtype should be 'int64' or"),
     ("graphs.target.inputs.1.shape.1", 0, "graphs.target.inputs[1].shape[1] should be a positive size"),
     ("graphs.target.inputs.1.shape.0", "", "graphs.target.inputs[1].shape[0] should be a positive size"),
     ("parity.0.graph", "embedder", "parity[0].graph should be 'target' or 'drafter' or 'refiner'"),
+    ("parity.0.against", "", "parity[0].against should not be empty"),
     ("parity.0.value", 0.5, "parity[0].value should be at most the tolerance 0.0001, got 0.5"),
     ("parity.0.value", -0.5, "parity[0].value should be a finite number of at least 0"),
     ("parity.0.rows", 0, "parity[0].rows should be at least 1"),
-    ("files.0.num_bytes", -1, "files[0].num_bytes should be at least 0"),
-    ("files.0.sha256", "x" * 64, "files[0].sha256 should be 64"),
-    ("files.0.path", "manifest.json", "graphs.drafter.data[0] should be listed"),
-    ("files.6.path", "tokenizer/texts.json", "files should list tokenizer/text.json"),
-    ("files.7.path", "zz", "files should list tokenizer/tokenizer.json"),
-    ("files.0.path", "graphs/zz.data", "graphs.drafter.data[0] should be listed in files"),
+    ("files.2.num_bytes", -1, "files[2].num_bytes should be at least 0"),
+    ("files.2.sha256", "x" * 64, "files[2].sha256 should be 64"),
+    ("files.2.path", "manifest.json", "graphs.drafter.data[0] should be listed"),
+    ("files.11.path", "tokenizer/texts.json", "files should list tokenizer/text.json"),
+    ("files.12.path", "zz", "files should list tokenizer/tokenizer.json"),
+    ("files.2.path", "graphs/zz.data", "graphs.drafter.data[0] should be listed in files"),
 ]
 
 
@@ -506,18 +564,23 @@ def test_files_in_another_order_or_with_the_manifest_itself(raw: dict[str, Any])
     assert refusal(text_of(raw, signed=True)).startswith("files should not list manifest.json itself")
 
 
-def test_records_check_themselves_without_a_file() -> None:
+def test_records_check_themselves_without_a_file(tmp_path: Path) -> None:
     with pytest.raises(BundleError, match=r"^num_kv_heads should be a divisor of num_heads 4, got 3$"):
         model("1", num_kv_heads=3)
+    alone = solo(write_files(tmp_path, SOLO_FILES))
+    with pytest.raises(BundleError, match=r"^parity\[0\]\.graph should be one of target, got 'drafter'$"):
+        dataclasses.replace(alone, parity=(parity("drafter", "the module"),))
+    with pytest.raises(BundleError, match=r"^schema should be 2, got 3$"):
+        dataclasses.replace(alone, schema=3)
 
 
 def test_other_schema(raw: dict[str, Any]) -> None:
-    newer = raw | {"schema": 2, "engines": [], "tool": {"xpress-export": "9.0"}}
+    newer = raw | {"schema": 3, "servers": [], "tool": {"xpress-export": "9.0"}}
     message = refusal(text_of(newer, signed=True))
-    assert message.startswith("schema should be 1, the only one this version of xpress-export reads, got 2")
+    assert message.startswith("schema should be 2, the only one this version of xpress-export reads, got 3")
     assert "written by version '9.0'" in message
     assert refusal(text_of(raw | {"schema": True}, signed=True)).startswith("schema should be an integer")
-    assert refusal(text_of(raw | {"schema": 2, "tool": 1}, signed=True)).startswith("schema should be 1")
+    assert refusal(text_of(raw | {"schema": 3, "tool": 1}, signed=True)).startswith("schema should be 2")
 
 
 # Text that is no manifest
@@ -536,12 +599,12 @@ def test_truncated_anywhere(bundle: Path) -> None:
     [
         ("[]", "one JSON object was expected, got a list"),
         ("null", "one JSON object was expected, got null"),
-        ('{"schema": 1, "schema": 1}', "this is not valid JSON (an object repeats one of its keys"),
+        ('{"schema": 2, "schema": 2}', "this is not valid JSON (an object repeats one of its keys"),
         ('{"schema": NaN}', "this is not valid JSON (NaN is no JSON number)"),
         ("{" + '"a": [' * 100_000 + "]}", "this is not valid JSON"),
         ('{"schema": ' + "1" * 5000 + "}", "this is not valid JSON"),
         ("{}", "schema is missing"),
-        ('{"schema": 1}', "digest is missing"),
+        ('{"schema": 2}', "digest is missing"),
         ('\ufeff{"schema": 1}', "this is not valid JSON"),
     ],
 )
@@ -709,7 +772,7 @@ def test_files_that_cannot_be_read(bundle: Path, monkeypatch: pytest.MonkeyPatch
 
     manifest = read_manifest(bundle)
     monkeypatch.setattr(module._Reporting, "readinto", denied)
-    with pytest.raises(BundleError, match=r"drafter\.data cannot be read: Input/output error"):
+    with pytest.raises(BundleError, match=r"json cannot be read: Input/output error"):
         verify_files(bundle, manifest)
     monkeypatch.setattr(os, "scandir", denied)
     with pytest.raises(BundleError, match=r"graphs cannot be listed: Input/output error"):

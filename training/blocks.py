@@ -22,7 +22,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from xpress_export.exporter.modules import Drafter, additive
+from xpress_export.exporter.modules import Attention, Drafter, additive
+from xpress_export.exporter.ops import rotate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,29 +116,25 @@ def _label_states(samples: Sequence[Sample], positions: Tensor) -> Tensor | None
     return torch.stack([state[at.clamp(max=len(state) - 1)] for state, at in pairs if state is not None])
 
 
-def block_mask(
-    anchors: Tensor, num_rows: int, block_size: int, causal: bool, window: int | None = None
-) -> Tensor:
-    """True where a slot may attend: bool [S, A*N, T + A*N].
+def block_mask(anchors: Tensor, num_rows: int, block_size: int, causal: bool, window: int | None = None) -> Tensor:
+    """True where a slot may attend: bool [S, A*N, T + N], context rows, then the slots of its own block.
 
     A slot sees the context rows before its own anchor and the slots of its own block (earlier ones and itself
-    if `causal`); never another block, never a row from the anchor on.
+    if `causal`); never a row from the anchor on.
     """
-    num_anchors = anchors.shape[1]
-    slot = torch.arange(block_size, device=anchors.device).repeat(num_anchors)  # (A*N,)
-    owner = torch.arange(num_anchors, device=anchors.device).repeat_interleave(block_size)
-    anchor = anchors.repeat_interleave(block_size, dim=1).unsqueeze(-1)  # (S, A*N, 1)
+    slot = torch.arange(block_size, device=anchors.device)
+    query = (anchors.unsqueeze(-1) + slot).unsqueeze(-1)  # (S, A, N, 1) positions
     row = torch.arange(num_rows, device=anchors.device)
-    context = row < anchor
-    block = owner.unsqueeze(1) == owner
+    context = (row < anchors[:, :, None, None]).expand(-1, -1, block_size, -1)
+    block = torch.ones(block_size, block_size, dtype=torch.bool, device=anchors.device)
     if causal:
-        block = block & (slot <= slot.unsqueeze(1))
+        block = slot <= slot.unsqueeze(1)
     if window is not None:
-        context = context & (anchor + slot.unsqueeze(-1) - row < window)
+        context = context & (query - row < window)
         block = block & (slot.unsqueeze(1) - slot < window)
         if not causal:
             block = block & (slot - slot.unsqueeze(1) < window)
-    return torch.cat((context, block.expand(anchors.shape[0], -1, -1)), dim=2)
+    return torch.cat((context, block.expand(*anchors.shape, -1, -1)), dim=-1).flatten(1, 2)
 
 
 def draft_blocks(drafter: Drafter, batch: BlockBatch) -> Tensor:
@@ -149,23 +146,49 @@ def draft_blocks(drafter: Drafter, batch: BlockBatch) -> Tensor:
     slot = batch.anchors.unsqueeze(-1) + torch.arange(block_size, device=hidden.device)
     context_rope, block_rope = drafter.rope(row, dtype), drafter.rope(slot.flatten(1), dtype)
     kinds = list(zip(drafter.config.causal_layers, drafter.config.decoder.layer_windows, strict=True))
-    masks = {kind: _additive_mask(batch, kind, dtype) for kind in dict.fromkeys(kinds)}
+    masks = {
+        kind: additive(block_mask(batch.anchors, num_rows, block_size, *kind), dtype) for kind in dict.fromkeys(kinds)
+    }
     for layer, kind in zip(drafter.layers, kinds, strict=True):
-        attention = layer.self_attn
         normed = layer.input_layernorm(hidden)
-        context_keys, context_values = attention.keys_values(features, context_rope)
-        block_keys, block_values = attention.keys_values(normed, block_rope)
-        keys = torch.cat((context_keys, block_keys), dim=2)
-        values = torch.cat((context_values, block_values), dim=2)
-        groups = drafter.config.decoder.num_heads // drafter.config.decoder.num_kv_heads
-        keys, values = (
-            x.repeat_interleave(groups, dim=1) for x in (keys, values)
-        )  # fast kernels want equal heads
-        hidden = hidden + attention(normed, block_rope, keys, values, masks[kind])
+        hidden = hidden + _attention(layer.self_attn, normed, block_rope, features, context_rope, masks[kind])
         hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
-    return drafter.norm(hidden).unflatten(1, batch.block_ids.shape[1:])  # type: ignore[no-any-return]
+    return _split(drafter.norm(hidden), 1, block_size)
 
 
-def _additive_mask(batch: BlockBatch, kind: tuple[bool, int | None], dtype: torch.dtype) -> Tensor:
-    size = batch.block_ids.shape[2]
-    return additive(block_mask(batch.anchors, batch.features.shape[1], size, *kind), dtype)
+def _attention(
+    attention: Attention,
+    normed: Tensor,
+    block_rope: tuple[Tensor, Tensor],
+    features: Tensor,
+    context_rope: tuple[Tensor, Tensor],
+    mask: Tensor,
+) -> Tensor:
+    """Attend from every slot to its context and its block, [S, A*N, E]; `mask` [S, 1, A*N, T + N].
+
+    Scores against the context are one product per sequence, those within a block one small product per block,
+    so the cost does not grow with the square of the number of blocks.
+    """
+    context_keys, context_values = attention.keys_values(features, context_rope)  # (S, H, T, D)
+    keys, values = attention.keys_values(normed, block_rope)  # (S, H, A*N, D)
+    query = attention._heads(attention.q_proj(normed), attention.q_norm)
+    query = rotate(query, *block_rope)  # (S, Hq, A*N, D)
+    num_rows, head_dim = context_keys.shape[2:]
+    size = mask.shape[-1] - num_rows
+    query = _split(query, 1, query.shape[1] // keys.shape[1]) * head_dim**-0.5  # (S, H, G, A*N, D)
+    context_scores = query.flatten(2, 3) @ context_keys.transpose(2, 3)  # (S, H, G*A*N, T)
+    blocks = _split(query, 3, size).transpose(2, 3).flatten(3, 4)  # (S, H, A, G*N, D)
+    block_scores = blocks @ _split(keys, 2, size).transpose(3, 4)  # (S, H, A, G*N, N)
+    block_scores = _split(block_scores, 3, size).transpose(2, 3).flatten(3, 4)  # (S, H, G, A*N, N)
+    scores = torch.cat((context_scores.view(*block_scores.shape[:-1], num_rows), block_scores), dim=-1)
+    weights = torch.softmax(scores + mask.unsqueeze(1), dim=-1)
+    out = (weights[..., :num_rows].flatten(2, 3) @ context_values).view_as(query)
+    within = _split(weights[..., num_rows:], 3, size).transpose(2, 3).flatten(3, 4)  # (S, H, A, G*N, N)
+    mixed = _split(within @ _split(values, 2, size), 3, size)  # (S, H, A, G, N, D)
+    out = out + mixed.transpose(2, 3).flatten(3, 4)
+    return attention.o_proj(out.flatten(1, 2).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+def _split(x: Tensor, axis: int, size: int) -> Tensor:
+    """`x` with `axis` split in two, the inner one of `size`."""
+    return x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :])

@@ -81,7 +81,7 @@ class _HeadLoss(torch.autograd.Function):
         return (value * rows.weights).sum(), value
 
     @staticmethod
-    def backward(ctx: FunctionCtx, grad_sum: Tensor, grad_value: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: FunctionCtx, grad_sum: Tensor, grad_value: Tensor) -> tuple[Tensor | None, ...]:
         grads: list[Tensor | None] = ctx.grads  # type: ignore[attr-defined]
         return (*(None if g is None else g * grad_sum.to(g.dtype) for g in grads), None)
 

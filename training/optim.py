@@ -25,7 +25,8 @@ def orthogonalized(matrix: Tensor, dtype: torch.dtype, steps: int = 5) -> Tensor
     for _ in range(steps):
         gram = x @ x.T
         x = a * x + (b * gram + c * gram @ gram) @ x
-    return (x if wide is matrix else x.T).to(matrix.dtype)
+    result: Tensor = x if wide is matrix else x.T
+    return result.to(matrix.dtype)
 
 
 class Muon(torch.optim.Optimizer):
@@ -68,3 +69,9 @@ def cosine_rate(step: int, total: int, warmup: int, floor: float = 0.0) -> float
         return (step + 1) / warmup
     progress = min(1.0, (step - warmup) / max(1, total - warmup))
     return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def stable_rate(step: int, total: int, warmup: int, decay_fraction: float) -> float:
+    """Factor of the learning rate at `step`: linear up, constant, then linear down over the last part."""
+    left = (total - step) / max(1.0, total * decay_fraction)
+    return min(1.0, (step + 1) / max(1, warmup), left)

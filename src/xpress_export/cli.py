@@ -1,44 +1,89 @@
 """The command line: parse, call one function, print. Heavy imports stay inside the command that needs them.
 
 Results go to stdout, progress and logs to stderr. Exit 0: done; 1: an error of ours, one message, no traceback;
-2: usage; 130: interrupted.
+2: usage; 130: interrupted by Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations
 
+import io
+import itertools
 import json
 import logging
 import signal
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import click
-from rich.console import Console
+from rich.text import Text
 
 from xpress_export import console as ui
-from xpress_export import names, presets
-from xpress_export.errors import MissingDependencyError, XpressExportError
+from xpress_export import names, platforms, presets
+from xpress_export.errors import XpressExportError
+from xpress_export.progress import Advance
 
-err = Console(stderr=True, highlight=False, soft_wrap=True)
-out = Console(highlight=False, soft_wrap=True)
+err = ui.make_console(stderr=True)
+out = ui.make_console()
+logger = logging.getLogger(__name__)
 Command = TypeVar("Command", bound=Callable[..., Any])
 
+PROGRAM = "xpress-export"
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True}
+# What a terminal would obey rather than show, as the signs that Unicode has for it; tabs and line ends stay.
+_VISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"}
+_VISIBLE |= {0x7F: 0x2421, **dict.fromkeys(range(0x80, 0xA0), 0xFFFD)}
+
+
+def _set_verbosity(ctx: click.Context, _: click.Parameter, count: int) -> None:
+    ctx.meta[__name__] = ctx.meta.get(__name__, 0) + count
+    ui.configure_logging(ctx.meta[__name__], err)
+
+
+def _verbose_option() -> click.Option:
+    return click.Option(
+        ["-v", "--verbose"],
+        count=True,
+        expose_value=False,
+        show_default=False,
+        callback=_set_verbosity,
+        help="Say what is done (-vv: everything), on stderr.",
+    )
 
 
 class _Group(click.Group):
-    """Commands in the order of use, and a suggestion for a mistyped one."""
+    """Commands in the order of use, each with `-v`."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
 
+    def add_command(self, cmd: click.Command, name: str | None = None) -> None:
+        cmd.params.append(_verbose_option())
+        super().add_command(cmd, name)
 
-@click.group(cls=_Group, context_settings=CONTEXT)
-@click.version_option(package_name="xpress-export")
-@click.option("-v", "--verbose", count=True, help="Say what is done (-vv: everything), on stderr.")
-def cli(verbose: int) -> None:
+
+class _Utf8(click.ParamType[str]):
+    """Text; an argument of other bytes than UTF-8 is refused."""
+
+    name = "text"
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError:
+            self.fail("is not UTF-8", param, ctx)
+        return value
+
+
+UTF8 = _Utf8()
+
+
+@click.group(cls=_Group, context_settings=CONTEXT, params=[_verbose_option()])
+@click.version_option(package_name=PROGRAM)
+def cli() -> None:
     """Take a speculative-decoding trio (target LLM, dFlash drafter, xPress refiner) from checkpoints to a bundle,
     and generate text from it, losslessly.
 
@@ -46,8 +91,11 @@ def cli(verbose: int) -> None:
     First steps:
       xpress-export build --preset smollm2-135m --out bundles/smollm2-135m
       xpress-export generate bundles/smollm2-135m --prompt "Why is the sky blue?"
+
+    \b
+    Completion of commands and options by Tab, in bash (zsh and fish likewise):
+      eval "$(_XPRESS_EXPORT_COMPLETE=bash_source xpress-export)"
     """
-    ui.configure_logging(verbose)
 
 
 def build_options(command: Command) -> Command:
@@ -59,7 +107,13 @@ def build_options(command: Command) -> Command:
         click.option(
             "--preset", type=click.Choice(sorted(presets.PRESETS)), help="A ready trio, instead of the above."
         ),
-        click.option("--platform", default="cpu", help="Where the bundle is to run."),
+        click.option(
+            "--platform",
+            type=click.Choice(sorted(platforms.PLATFORMS)),
+            default="cpu",
+            metavar="P",
+            help="Where the bundle is to run.",
+        ),
         click.option(
             "--precision",
             type=click.Choice(["fp32", "fp16"]),
@@ -83,9 +137,10 @@ def build_options(command: Command) -> Command:
 @cli.command()
 @build_options
 def build(**options: Any) -> None:
-    """Build a bundle: everything from checkpoints to what the platform runs.
+    """Build a bundle from checkpoints.
 
-    A bundle that is already there and still valid is reused; an interrupted build leaves nothing behind.
+    Goes all the way from checkpoints to what the platform runs. A bundle that is already there and still valid is
+    reused; an interrupted build leaves nothing behind.
     """
     _export(**options)
 
@@ -93,7 +148,10 @@ def build(**options: Any) -> None:
 @cli.command()
 @build_options
 def export(**options: Any) -> None:
-    """Only the export stage of `build`: checkpoints to ONNX graphs, checked against the models."""
+    """Run only the first stage of `build`.
+
+    It turns checkpoints into ONNX graphs and checks those against the models.
+    """
     _export(**options)
 
 
@@ -108,8 +166,6 @@ def _export(
     logits: bool,
     out: Path,
 ) -> None:
-    from xpress_export import platforms
-
     platforms.require(platform, precision)
     if (target is None) == (preset is None):
         raise click.UsageError("give either --target (with --drafter and --refiner) or --preset")
@@ -118,7 +174,9 @@ def _export(
     if refiner is not None and drafter is None:
         raise click.UsageError("--refiner corrects a drafter's block: give --drafter too")
     sources = presets.PRESETS[preset].sources() if preset else dict(target=target, drafter=drafter, refiner=refiner)
-    exporter = _exporter()
+    progress = ui.ConsoleProgress(err)
+    with progress.step("Loading PyTorch and transformers", expected_s=6):
+        from xpress_export.exporter import export as exporter
     options = exporter.ExportOptions(
         **sources,
         preset=preset,
@@ -127,42 +185,40 @@ def _export(
         max_context=max_context,
         with_logits=logits,
     )
-    done = exporter.export(options, out, ui.ConsoleProgress(err))
+    done = exporter.export(options, out, progress)
     _report_bundle(out, done.manifest, done.reused)
 
 
-def _exporter() -> Any:
-    try:
-        from xpress_export.exporter import export as exporter
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.startswith("xpress_export"):
-            raise
-        raise MissingDependencyError(error.name, "read and trace checkpoints", "export") from error
-    return exporter
-
-
 def _report_bundle(folder: Path, manifest: Any, reused: bool) -> None:
+    from xpress_export.inspection import parity_table
+
     state = "is valid and was reused" if reused else "built"
     models = " + ".join(manifest.graphs)
     out.print(f"bundle {folder} {state}: {models}, {manifest.precision}, {ui.human_bytes(manifest.num_bytes)}")
-    for check in manifest.parity:
-        out.print(
-            f"  {check.graph}: {check.measure} {check.value:.1e} against {check.against} "
-            f"(allowed {check.tolerance:.0e}, {check.rows} rows, executed on ONNX Runtime CPU)"
+    if not reused:
+        out.print()
+        out.print(parity_table(manifest))
+    _warn_untrained(manifest)
+
+
+def _warn_untrained(manifest: Any) -> None:
+    if manifest.draft is not None and not manifest.draft.trained:
+        err.print(
+            "The drafter of this bundle is untrained: it drafts nothing useful and only costs time.", style="yellow"
         )
 
 
 @cli.command()
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.argument("stdin", required=False, type=click.Choice(["-"]), metavar="[-]")
-@click.option("--prompt", metavar="TEXT", help="The prompt.")
-@click.option("--prompt-file", type=click.Path(path_type=Path), metavar="F", help="Read the prompt from a file.")
+@click.option("--prompt", type=UTF8, metavar="TEXT", help="The prompt.")
+@click.option("--prompt-file", type=click.Path(path_type=Path), metavar="F", help="Read the prompt from a UTF-8 file.")
 @click.option(
     "--chat/--raw",
     default=None,
     help="Apply the chat template, or continue the text as it is.  [default: chat if the model has a template]",
 )
-@click.option("--system", metavar="TEXT", help="System message, with the chat template.")
+@click.option("--system", type=UTF8, metavar="TEXT", help="System message, with the chat template.")
 @click.option(
     "--max-new-tokens",
     type=click.IntRange(min=1),
@@ -186,12 +242,16 @@ def _report_bundle(folder: Path, manifest: Any, reused: bool) -> None:
     metavar="N",
     help="Draft tokens verified per step.  [default: the whole block]",
 )
-@click.option("--stop", multiple=True, metavar="S", help="End before this text; may be repeated.")
+@click.option("--stop", type=UTF8, multiple=True, metavar="S", help="End before this text; may be repeated.")
 @click.option("--ignore-eos", is_flag=True, help="Do not end at the model's stop tokens.")
 @click.option("--threads", type=click.IntRange(min=1), metavar="N", help="CPU threads.  [default: one per core]")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of streaming.")
 def generate(bundle: Path, **options: Any) -> None:
-    """Generate text from BUNDLE; `-` reads the prompt from standard input. Streams as tokens are committed."""
+    """Generate text from a bundle.
+
+    The text appears as its tokens are committed. Give the prompt as --prompt, as --prompt-file, or as `-` to read it
+    from standard input.
+    """
     _generate(bundle, **options)
 
 
@@ -222,46 +282,83 @@ def _generate(
         stop=stop,
         ignore_eos=ignore_eos,
     )
-    with _open_runtime(bundle, threads) as runtime:
-        generation = runtime.generate(_prompt_ids(runtime, text, chat, system), params)
+    progress = ui.ConsoleProgress(err, transient=True)
+    with _open_runtime(bundle, threads, progress) as runtime:
+        ids = _prompt_ids(runtime, text, chat, system)
+        logger.info("the prompt has %d tokens, mode %s", len(ids), mode or runtime.modes[-1])
+        logger.debug("prompt token ids: %s", ids)
+        generation = runtime.generate(ids, params)
+        chunks = _after_prefill(generation, progress)
         if as_json:
-            result = generation.result()
-            fields = {
-                "text": result.text,
-                "token_ids": result.token_ids,
-                "finish_reason": result.finish_reason,
-            }
-            click.echo(json.dumps({**fields, "stats": result.stats.to_dict()}, ensure_ascii=False))
-            return
-        for chunk in generation:
-            click.echo(chunk.text, nl=False)
-        click.echo()
-        _report_stats(bundle, runtime, generation, mode or runtime.modes[-1])
+            _print_json(generation, chunks, progress.step("Generating", total=max_new_tokens))
+        else:
+            _stream(chunks)
+            _report_stats(bundle, runtime, generation, mode or runtime.modes[-1])
 
 
-def _open_runtime(bundle: Path, threads: int | None) -> Any:
+def _open_runtime(bundle: Path, threads: int | None, progress: ui.ConsoleProgress) -> Any:
     from xpress_export.manifest import read_manifest
     from xpress_export.runtime import Runtime
 
-    total = read_manifest(bundle).num_bytes
-    with ui.ConsoleProgress(err).step(f"Opening {bundle}", total=total) as advance:
+    with progress.step("Opening the bundle", total=read_manifest(bundle).num_bytes) as advance:
         return Runtime.open(bundle, num_threads=threads, on_verify=advance)
+
+
+def _after_prefill(generation: Any, progress: ui.ConsoleProgress) -> Iterator[Any]:
+    """The chunks of `generation`, once the prompt is read."""
+    stats = generation.stats
+    with progress.step("Reading the prompt", stats.num_prompt_tokens, count=lambda: stats.num_prefilled_tokens):
+        first = next(generation)
+    return itertools.chain([first], generation)
+
+
+def _print_json(generation: Any, chunks: Iterator[Any], step: AbstractContextManager[Advance]) -> None:
+    with step as advance:
+        for chunk in chunks:
+            advance(len(chunk.token_ids))
+    fields = {"text": generation.text, "token_ids": generation.token_ids, "finish_reason": generation.finish_reason}
+    is_unicode = (sys.stdout.encoding or "").lower().startswith("utf")
+    _write(json.dumps({**fields, "stats": generation.stats.to_dict()}, ensure_ascii=not is_unicode) + "\n")
+
+
+def _stream(chunks: Iterator[Any]) -> None:
+    on_terminal = sys.stdout.isatty()
+    try:
+        for chunk in chunks:
+            _write(chunk.text.translate(_VISIBLE) if on_terminal else chunk.text)
+    finally:
+        _write("\n")
+
+
+def _write(text: str) -> None:
+    """Result text as it is; `click.echo` would drop what looks like a colour."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
 
 
 def _prompt_text(stdin: str | None, prompt: str | None, prompt_file: Path | None) -> str:
     given = [source for source in (stdin, prompt, prompt_file) if source is not None]
     if len(given) != 1:
         raise click.UsageError("give the prompt once: --prompt TEXT, --prompt-file F, or - for standard input")
-    if prompt is not None:
-        return prompt
-    where = "standard input" if prompt_file is None else str(prompt_file)
+    text, where = prompt, "the command line"
+    if text is None:
+        where = "standard input" if prompt_file is None else str(prompt_file)
+        text = _read_prompt(prompt_file, where)
+    if not text:
+        raise click.UsageError(f"the prompt from {where} is empty")
+    return text
+
+
+def _read_prompt(file: Path | None, where: str) -> str:
+    if file is None and sys.stdin.isatty():
+        err.print("Type the prompt, then Enter and Ctrl-D.", style="dim")
     try:
-        data = sys.stdin.buffer.read() if prompt_file is None else prompt_file.read_bytes()
+        data = sys.stdin.buffer.read() if file is None else file.read_bytes()
         return data.decode("utf-8")
     except OSError as error:
         raise click.UsageError(f"cannot read the prompt from {where}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise click.UsageError(f"the prompt in {where} is not UTF-8 (byte {error.start})") from error
+        raise click.UsageError(f"the prompt from {where} is not UTF-8 (byte {error.start})") from error
 
 
 def _prompt_ids(runtime: Any, text: str, chat: bool | None, system: str | None) -> list[int]:
@@ -277,17 +374,12 @@ def _prompt_ids(runtime: Any, text: str, chat: bool | None, system: str | None) 
 
 def _report_stats(bundle: Path, runtime: Any, generation: Any, mode: str) -> None:
     stats = generation.stats
-    err.print(
-        f"\n{stats.num_generated_tokens} tokens ({generation.finish_reason}), {stats.tokens_per_s:.1f} tokens/s, "
-        f"tau {stats.tau:.2f}, mode {mode}, executed on CPU; bundle: {bundle}",
-        style="dim",
-    )
-    draft = runtime.manifest.draft
-    if mode != names.MODE_TARGET and draft is not None and not draft.trained:
-        err.print(
-            "The drafter of this bundle is untrained: it drafts nothing useful and only costs time.",
-            style="yellow",
-        )
+    why = "ended by itself" if generation.finish_reason == "stop" else "limit reached"
+    speed = f", {stats.tokens_per_s:.1f} tokens/s, tau {stats.tau:.2f} (tokens per target step)"
+    err.print(f"\n{stats.num_generated_tokens} tokens ({why}){speed if stats.num_verify_steps else ''}", style="dim")
+    err.print(f"mode {mode}, executed on CPU, bundle {bundle}", style="dim")
+    if mode != names.MODE_TARGET:
+        _warn_untrained(runtime.manifest)
 
 
 @cli.command()
@@ -295,31 +387,40 @@ def _report_stats(bundle: Path, runtime: Any, generation: Any, mode: str) -> Non
 @click.option("--verify", is_flag=True, help="Also check every file against its recorded hash.")
 @click.option("--json", "as_json", is_flag=True, help="Print the manifest as JSON.")
 def inspect(bundle: Path, verify: bool, as_json: bool) -> None:
-    """Show what is in BUNDLE: models, graphs and their inputs and outputs, sizes, types, provenance."""
-    from xpress_export.manifest import open_bundle, read_manifest
+    """Show what is in a bundle.
 
-    manifest = open_bundle(bundle) if verify else read_manifest(bundle)
+    Its models, graphs with inputs and outputs, sizes, types, and where all of it comes from.
+    """
+    from xpress_export.manifest import read_manifest, verify_files
+
+    manifest = read_manifest(bundle)
+    if verify:
+        with ui.ConsoleProgress(err, transient=True).step("Checking files", total=manifest.num_bytes) as advance:
+            verify_files(bundle, manifest, advance)
     if as_json:
-        click.echo(manifest.to_json(), nl=False)
+        _write(manifest.to_json())
         return
     from xpress_export.inspection import describe
 
     for section in describe(manifest):
         out.print(section)
     if verify:
-        out.print("every file matches its recorded hash")
+        out.print("\nevery file matches its recorded hash")
 
 
 @cli.command()
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def doctor(as_json: bool) -> None:
-    """Report versions, providers and GPUs, what this machine can build and run, and what is missing."""
+    """Show what this machine can build and run.
+
+    Versions, providers and GPUs, what is missing, and the command that adds it.
+    """
     from xpress_export.doctor import examine
     from xpress_export.inspection import describe_machine
 
     facts = examine()
     if as_json:
-        click.echo(json.dumps(facts, indent=2))
+        _write(json.dumps(facts, indent=2) + "\n")
         return
     for section in describe_machine(facts):
         out.print(section)
@@ -328,42 +429,35 @@ def doctor(as_json: bool) -> None:
 def main() -> NoReturn:
     """Entry point: every error of ours becomes one message and exit code 1."""
     signal.signal(signal.SIGTERM, _interrupt)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # an old locale shows a question mark rather than failing
     try:
-        cli.main(standalone_mode=False)
-        code = 0
-    except click.exceptions.Exit as done:
-        code = done.exit_code
+        code = cli.main(prog_name=PROGRAM, standalone_mode=False) or 0
     except click.ClickException as error:
         error.show()
         code = error.exit_code
     except (KeyboardInterrupt, click.Abort):
         err.print("interrupted", style="yellow")
         code = 130
-    except BrokenPipeError:  # the reader, such as `head`, has seen enough
-        sys.stderr.close()
-        code = 141
-    except XpressExportError as error:
-        err.print(f"[red]error:[/red] {_escape(str(error))}")
-        code = 1
     except Exception as error:
-        code = _internal_error(error)
+        code = _report_error(error)
     sys.exit(code)
 
 
-def _internal_error(error: Exception) -> int:
+def _report_error(error: Exception) -> int:
+    from xpress_export.doctor import missing_dependency
+
+    if isinstance(error, ModuleNotFoundError):
+        error = missing_dependency(error) or error
     if logging.getLogger("xpress_export").isEnabledFor(logging.DEBUG):
-        err.print_exception()
-    err.print(
-        f"[red]internal error:[/red] {_escape(f'{type(error).__name__}: {error}')}\n"
-        "This is a defect of xpress-export. Run again with -vv for a traceback and report it."
-    )
+        traceback.print_exception(error)
+    if isinstance(error, XpressExportError):
+        err.print(Text.assemble(("error: ", "red"), str(error)))
+        return 1
+    err.print(Text.assemble(("internal error: ", "red"), f"{type(error).__name__}: {error}"))
+    err.print("This is a defect of xpress-export. Run again with -vv for a traceback and report it.")
     return 1
-
-
-def _escape(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)
 
 
 def _interrupt(_signal: int, _frame: object) -> None:

@@ -1,13 +1,12 @@
-"""What the command line draws: progress on stderr, tables on stdout. Results never mix with progress or logs."""
+"""What the command line draws: progress and logs on stderr, tables on stdout. Results never mix with the rest."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-from rich.console import Console
-from rich.logging import RichHandler
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
 from rich.table import Table
 from rich.text import Text
@@ -15,6 +14,19 @@ from rich.text import Text
 from xpress_export.progress import Advance
 
 _UNITS = ("bytes", "KB", "MB", "GB", "TB")
+_LABEL_WIDTH = 36
+_BAR_WIDTH = 16
+_PIPE_WIDTH = 160
+_ALMOST = 0.97
+"""Where a bar that only goes by time waits for the work to end."""
+
+
+def make_console(*, stderr: bool = False) -> Console:
+    """Text as it is, without markup; lines break at words on a terminal and nowhere in a pipe or file."""
+    console = Console(stderr=stderr, highlight=False, markup=False, emoji=False)
+    if console.is_terminal:
+        return console
+    return Console(stderr=stderr, highlight=False, markup=False, emoji=False, soft_wrap=True, width=_PIPE_WIDTH)
 
 
 def human_bytes(num_bytes: float) -> str:
@@ -26,44 +38,104 @@ def human_bytes(num_bytes: float) -> str:
     raise AssertionError("unreachable")
 
 
+def human_seconds(seconds: float) -> str:
+    """8 s, 2 min 05 s, 1 h 10 min."""
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes >= 60:
+        return f"{minutes // 60} h {minutes % 60:02d} min"
+    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+
+
+class _Mark(SpinnerColumn):
+    """Turns while the step runs; then says how it ended."""
+
+    def render(self, task: Task) -> RenderableType:
+        if not task.finished:
+            return super().render(task)
+        return Text("✗", style="red") if task.fields["failed"] else Text("✓", style="green")
+
+
+class _Bar(BarColumn):
+    """A bar while there is something to wait for, nothing afterwards."""
+
+    def render(self, task: Task) -> RenderableType:  # type: ignore[override]
+        return Text("") if task.finished else super().render(task)
+
+
 class _TimeLeft(ProgressColumn):
-    """Elapsed time, and an estimate of what is left where there is anything to estimate from."""
+    """Elapsed time, and what is left where there is anything to estimate that from."""
+
+    max_refresh = 0.5
 
     def render(self, task: Task) -> Text:
         elapsed = task.elapsed or 0.0
         if task.finished:
             return Text(f"{elapsed:.1f} s", style="dim")
-        expected = task.fields.get("expected_s")
-        left = max(expected - elapsed, 0.0) if expected else task.time_remaining
-        return Text(f"{elapsed:.0f} s, about {left:.0f} s left" if left else f"{elapsed:.0f} s", style="cyan")
+        expected, left = task.fields["expected_s"], task.time_remaining
+        if expected is not None and elapsed > expected:
+            return Text(f"{human_seconds(elapsed)}, expected {human_seconds(expected)}", style="cyan")
+        if expected is not None:
+            left = expected - elapsed
+        note = "" if left is None else f", about {human_seconds(left)} left"
+        return Text(human_seconds(elapsed) + note, style="cyan")
+
+
+class _Bars(Progress):
+    """Bars that look how far the work is at every refresh: at a count that it keeps, or else at the clock."""
+
+    def get_renderables(self) -> Iterator[RenderableType]:
+        for task in self.tasks:
+            expected, count = task.fields["expected_s"], task.fields["count"]
+            if task.finished:
+                continue
+            if count is not None:
+                self.update(task.id, completed=count())
+            elif expected is not None:
+                self.update(task.id, completed=min((task.elapsed or 0.0) / expected, _ALMOST))
+        yield from super().get_renderables()
 
 
 class ConsoleProgress:
-    """Bars on a terminal, nothing elsewhere."""
+    """Bars on a terminal, nothing elsewhere. transient: they vanish when their step ends."""
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
+    def __init__(self, console: Console, *, transient: bool = False) -> None:
+        self._console, self._transient = console, transient
 
     @contextlib.contextmanager
-    def step(self, label: str, total: float | None = None, expected_s: float | None = None) -> Iterator[Advance]:
+    def step(
+        self,
+        label: str,
+        total: float | None = None,
+        expected_s: float | None = None,
+        count: Callable[[], float] | None = None,
+    ) -> Iterator[Advance]:
+        """As `Progress.step`. count: tells how much of `total` is done, for work that cannot call `Advance`."""
         if not self._console.is_terminal:
             yield lambda _: None
             return
         columns = (
-            SpinnerColumn(finished_text="✓"),
-            TextColumn("{task.description}"),
-            BarColumn(24),
+            _Mark(),
+            TextColumn(f"{{task.description:<{_LABEL_WIDTH}}}", markup=False),
+            _Bar(_BAR_WIDTH),
             _TimeLeft(),
         )
-        with Progress(*columns, console=self._console) as progress:
-            task = progress.add_task(label, total=total, expected_s=expected_s)
-            yield lambda amount: progress.advance(task, amount)
-            progress.update(task, total=1.0, completed=1.0)
+        if total is not None:
+            total = total / _ALMOST  # what is left may be more than what counts
+        elif expected_s is not None:
+            total = 1.0
+        with _Bars(*columns, console=self._console, transient=self._transient) as bars:
+            task = bars.add_task(label, total=total, expected_s=expected_s, count=count, failed=True)
+            try:
+                yield lambda amount: bars.advance(task, amount)
+                bars.update(task, failed=False)
+            finally:
+                bars.update(task, total=1.0, completed=1.0)
 
 
 def table(title: str | None, header: Sequence[str], rows: Sequence[Sequence[object]]) -> Table:
-    """A plain table; cells are shown as text."""
-    made = Table(title=title, title_justify="left", show_edge=False, pad_edge=False, box=None, header_style="bold")
+    """A plain table; cells are shown as text, and a header of empty names is left out."""
+    made = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="dim")
+    made.show_header = any(header)
     for name in header:
         made.add_column(name, overflow="fold")
     for row in rows:
@@ -71,10 +143,21 @@ def table(title: str | None, header: Sequence[str], rows: Sequence[Sequence[obje
     return made
 
 
-def configure_logging(verbosity: int) -> None:
-    """Logs of this package to stderr: warnings by default, -v adds what is done, -vv everything."""
+class _LogHandler(logging.Handler):
+    """Records as our errors look: `warning: ...`."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        style = "yellow" if record.levelno >= logging.WARNING else "dim"
+        self._console.print(Text.assemble((f"{record.levelname.lower()}: ", style), self.format(record)))
+
+
+def configure_logging(verbosity: int, console: Console) -> None:
+    """Logs of this package to `console`: warnings by default, -v adds what is done, -vv everything."""
     level = {0: logging.WARNING, 1: logging.INFO}.get(verbosity, logging.DEBUG)
-    handler = RichHandler(console=Console(stderr=True), show_path=False, show_time=False, markup=False)
     logger = logging.getLogger("xpress_export")
-    logger.handlers, logger.propagate = [handler], False
+    logger.handlers, logger.propagate = [_LogHandler(console)], False
     logger.setLevel(level)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import shutil
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from xpress_export.errors import MissingDependencyError
 
 CAPABILITIES = {
     "run bundles on CPU": ("cpu", ("onnxruntime", "tokenizers", "numpy")),
@@ -54,6 +54,18 @@ def examine() -> dict[str, Any]:
     }
 
 
+def missing_dependency(error: ModuleNotFoundError) -> MissingDependencyError | None:
+    """What to say of a failed import, if an extra provides what is missing."""
+    module = (error.name or "").partition(".")[0]
+    for purpose, (extra, packages) in CAPABILITIES.items():
+        for package in packages:
+            if package.replace("-", "_") == module:
+                missing = MissingDependencyError(package, purpose, extra)
+                missing.__cause__ = error
+                return missing
+    return None
+
+
 def _version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
@@ -63,7 +75,7 @@ def _version(package: str) -> str | None:
 
 def _capability(name: str, extra: str, packages: tuple[str, ...]) -> Capability:
     missing = tuple(p for p in packages if _version(p) is None and not _stands_in(p))
-    fix = f"{Path(sys.executable).name} -m pip install 'xpress-export[{extra}]'" if missing else None
+    fix = f"pip install 'xpress-export[{extra}]'" if missing else None
     return Capability(name, not missing, missing, fix)
 
 
@@ -81,9 +93,10 @@ def _memory(key: str) -> int | None:
 
 
 def _providers() -> list[str]:
-    if importlib.util.find_spec("onnxruntime") is None:
+    try:
+        import onnxruntime
+    except ImportError:  # not installed, or without a library that it needs
         return []
-    import onnxruntime
 
     return list(onnxruntime.get_available_providers())
 

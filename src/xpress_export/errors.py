@@ -8,6 +8,8 @@
     ├── PlatformError              the named platform cannot do what was asked
     ├── RequestError               a generation request is not valid (empty prompt, too long, unknown mode)
     ├── EngineError                an engine call failed while generating
+    ├── EngineBuildError           TensorRT could not build an engine, or built another one than was asked
+    ├── PlanMismatchError          an engine plan is for another TensorRT, GPU or driver than this
     └── MissingDependencyError     an optional package is not installed
 
 Messages say what failed, where, expected and got, and what to do about it.
@@ -56,3 +58,11 @@ class MissingDependencyError(XpressExportError):
             f"{package} is needed to {purpose} but is not installed; "
             f"install it with: pip install 'xpress-export[{extra}]'"
         )
+
+
+class EngineBuildError(XpressExportError):
+    """TensorRT could not build an engine, or built one that is not what was asked."""
+
+
+class PlanMismatchError(XpressExportError):
+    """An engine plan was built for another TensorRT, GPU or driver than the one that should load it."""

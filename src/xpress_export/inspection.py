@@ -20,16 +20,13 @@ def describe(manifest: Manifest) -> Iterator[RenderableType]:
         ("context", f"{m.max_context} tokens"),
         ("size", f"{human_bytes(m.num_bytes)} in {len(m.files)} files"),
         ("built with", ", ".join(f"{name} {version}" for name, version in m.tool.items())),
-        ("manifest digest", m.digest),
+        ("sha256", m.digest[:16]),
     ]
     if m.draft is not None:
         d = m.draft
         taps = ", ".join(map(str, d.target_layer_ids))
         facts.append(
-            (
-                "block",
-                f"{d.block_size} slots, {d.num_draft_tokens} draft tokens, mask token {d.mask_token_id}",
-            )
+            ("block", f"{d.block_size} slots, {d.num_draft_tokens} draft tokens, mask token {d.mask_token_id}")
         )
         facts.append(("tapped layers", f"{taps} (layer i is hidden_states[i + 1])"))
         facts.append(("refine passes", d.refine_passes))
@@ -52,15 +49,23 @@ def describe(manifest: Manifest) -> Iterator[RenderableType]:
         yield ""
         yield _graph_table(role, graph)
     yield ""
-    checks = [(c.graph, c.measure, f"{c.value:.2e}", f"{c.tolerance:.0e}", c.rows, c.against) for c in m.parity]
-    yield table(
-        "Parity at export (executed, ONNX Runtime CPU)",
-        ("graph", "measure", "value", "allowed", "rows", "against"),
-        checks,
-    )
+    yield parity_table(m)
     yield ""
     files = [(f.path, human_bytes(f.num_bytes), f.sha256[:16]) for f in m.files]
     yield table("Files", ("path", "size", "sha256"), files)
+
+
+def parity_table(manifest: Manifest) -> RenderableType:
+    """How far each graph was from its model when it was exported."""
+    rows = [
+        (c.graph, c.measure, f"{c.value:.1e}" if c.value else "0", f"{c.tolerance:g}", c.rows, c.against)
+        for c in manifest.parity
+    ]
+    return table(
+        "Graphs against their models (executed, ONNX Runtime CPU)",
+        ("graph", "measure", "value", "allowed", "rows", "against"),
+        rows,
+    )
 
 
 def _graph_table(role: str, graph: GraphRecord) -> RenderableType:
@@ -90,7 +95,7 @@ def describe_machine(facts: Mapping[str, Any]) -> Iterator[RenderableType]:
             ),
             ("disk", f"{human_bytes(facts['disk_free_bytes'])} free here"),
             ("GPU", ", ".join(facts["gpus"]) or "none found"),
-            ("ONNX Runtime", ", ".join(facts["onnxruntime_providers"]) or "not installed"),
+            ("ONNX Runtime", ", ".join(facts["onnxruntime_providers"]) or "none usable"),
         ],
     )
     yield ""

@@ -3,6 +3,8 @@
     manifest.json                              everything below, and the digest of it
     graphs/{target,drafter,refiner}.onnx       one graph per model; drafter and refiner may be absent
     graphs/{target,drafter,refiner}.data       weights; a graph may refer to another model's file
+    graphs/*.decomposed.onnx                   the same graphs for an older TensorRT, on the same weights
+    engines/*.plan, *.build.json               engines of a platform and their build reports, where compiled
     tokenizer/tokenizer.json, text.json        the text side
 
     read_manifest(folder)       parse and check manifest.json; no other file is opened
@@ -25,25 +27,29 @@ import json
 import os
 import stat
 import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from xpress_export import names
 from xpress_export.errors import BundleError, ExportError
 from xpress_export.folders import files_below, sync
+from xpress_export.platforms import PLATFORMS
 from xpress_export.records import (
     DTYPES,
+    ENGINES_FOLDER,
     GRAPHS_FOLDER,
     MANIFEST_FILE,
     TOKENIZER_FOLDER,
     DraftRecord,
+    EngineRecord,
     FileRecord,
     GraphRecord,
     ModelRecord,
     ParityRecord,
+    ProfileRecord,
     RefinerRecord,
     TensorRecord,
     TextRecord,
@@ -62,15 +68,18 @@ from xpress_export.strict_json import (
 )
 
 __all__ = [
+    "ENGINES_FOLDER",
     "GRAPHS_FOLDER",
     "MANIFEST_FILE",
     "TOKENIZER_FOLDER",
     "DraftRecord",
+    "EngineRecord",
     "FileRecord",
     "GraphRecord",
     "Manifest",
     "ModelRecord",
     "ParityRecord",
+    "ProfileRecord",
     "RefinerRecord",
     "TensorRecord",
     "TextRecord",
@@ -81,11 +90,10 @@ __all__ = [
     "write_manifest",
 ]
 
-SCHEMA = 1
+SCHEMA = 2
 TOKENIZER_FILES = ("tokenizer.json", "text.json")
 TOOL = "xpress-export"
-PLATFORMS = ("cpu",)
-PRECISIONS = ("fp32", "fp16")
+PRECISIONS = tuple(DTYPES)
 LOWERINGS = ("native",)
 OPSETS = (24,)
 
@@ -115,12 +123,14 @@ class Manifest:
     draft: DraftRecord | None
     text: TextRecord
     graphs: Mapping[str, GraphRecord]
+    decomposed: Mapping[str, GraphRecord] = field(default_factory=dict)
     parity: tuple[ParityRecord, ...]
+    engines: tuple[EngineRecord, ...] = ()
     files: tuple[FileRecord, ...]
 
     def __post_init__(self) -> None:
         one_of(self, "schema", (SCHEMA,))
-        one_of(self, "platform", PLATFORMS)
+        one_of(self, "platform", tuple(PLATFORMS))
         one_of(self, "precision", PRECISIONS)
         one_of(self, "lowering", LOWERINGS)
         one_of(self, "opset", OPSETS)
@@ -130,9 +140,13 @@ class Manifest:
         _check_trio(self)
         _check_draft(self)
         _check_graphs(self)
+        _check_decomposed(self)
+        _check_engines(self)
         _check_files(self)
         object.__setattr__(self, "tool", dict(sorted(self.tool.items())))
         object.__setattr__(self, "graphs", {role: self.graphs[role] for role in self.roles})
+        decomposed = {role: self.decomposed[role] for role in self.roles if role in self.decomposed}
+        object.__setattr__(self, "decomposed", decomposed)
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -221,11 +235,7 @@ def _check_graphs(m: Manifest) -> None:
     listed = {file.path for file in m.files}
     for role, graph in m.graphs.items():
         where = f"graphs.{role}"
-        if graph.file != f"{GRAPHS_FOLDER}/{role}.onnx":
-            refuse(f"{where}.file", f"'{GRAPHS_FOLDER}/{role}.onnx'", graph.file)
-        for field, path in [("file", graph.file), *((f"data[{n}]", p) for n, p in enumerate(graph.data))]:
-            if path not in listed:
-                refuse(f"{where}.{field}", "listed in files", path)
+        _check_graph_files(graph, where, f"{GRAPHS_FOLDER}/{role}.onnx", listed)
         for side, tensors in (("inputs", graph.inputs), ("outputs", graph.outputs)):
             for n, tensor in enumerate(tensors):
                 if tensor.dtype not in DTYPES[m.precision]:
@@ -233,6 +243,42 @@ def _check_graphs(m: Manifest) -> None:
     for n, parity in enumerate(m.parity):
         if parity.graph not in m.graphs:
             refuse(f"parity[{n}].graph", f"one of {', '.join(m.graphs)}", parity.graph)
+
+
+def _check_graph_files(graph: GraphRecord, where: str, expected: str, listed: Collection[str]) -> None:
+    if graph.file != expected:
+        refuse(f"{where}.file", repr(expected), graph.file)
+    for field, path in [("file", graph.file), *((f"data[{n}]", p) for n, p in enumerate(graph.data))]:
+        if path not in listed:
+            refuse(f"{where}.{field}", "listed in files", path)
+
+
+def _check_decomposed(m: Manifest) -> None:
+    """The second lowering covers all models or none, with the bindings of the first."""
+    listed = {file.path for file in m.files}
+    if m.decomposed and set(m.decomposed) != set(m.graphs):
+        refuse("decomposed", f"empty or one graph for each of {', '.join(m.graphs)}", sorted(m.decomposed))
+    for role, graph in m.decomposed.items():
+        _check_graph_files(graph, f"decomposed.{role}", f"{GRAPHS_FOLDER}/{role}.decomposed.onnx", listed)
+        for side in ("inputs", "outputs"):
+            if getattr(graph, side) != getattr(m.graphs[role], side):
+                raise FieldError(f"decomposed.{role}.{side}", f"should be those of graphs.{role}")
+
+
+def _check_engines(m: Manifest) -> None:
+    listed = {file.path for file in m.files}
+    for n, engine in enumerate(m.engines):
+        where = f"engines[{n}]"
+        if engine.role not in m.graphs:
+            refuse(f"{where}.role", f"one of {', '.join(m.graphs)}", engine.role)
+        if engine.precision != m.precision:
+            refuse(f"{where}.precision", f"that of the graphs, {m.precision!r}", engine.precision)
+        for field in ("file", "report"):
+            if getattr(engine, field) not in listed:
+                refuse(f"{where}.{field}", "listed in files", getattr(engine, field))
+    identities = [engine.identity for engine in m.engines]
+    if len(set(identities)) != len(identities):
+        raise FieldError("engines", "should not hold two engines of one role, platform, backend and layout")
 
 
 def _check_files(m: Manifest) -> None:

@@ -5,16 +5,20 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from xpress_export import names
+from xpress_export import names, platforms
 from xpress_export.strict_json import FieldError, show
 
 MANIFEST_FILE = "manifest.json"
 GRAPHS_FOLDER = "graphs"
+ENGINES_FOLDER = "engines"
 TOKENIZER_FOLDER = "tokenizer"
-DTYPES = {"fp32": ("int64", "float32"), "fp16": ("int64", "float32", "float16")}
+_HALF = ("int64", "float32", "float16")
+DTYPES = {"fp32": ("int64", "float32"), "fp16": _HALF, "int8": _HALF, "fp8": _HALF}
+HARDWARE_LEVELS = ("none", "ampere-plus", "same-cc")
+LAYOUTS = ("split",)
 REFINER_KINDS = ("xpress", "markov")
 TOKENIZER_MATCHES = ("identical", "absent")
 
@@ -220,3 +224,67 @@ class FileRecord:
         plain_path(self, "path")
         at_least(self, 0, "num_bytes")
         hex_digest(self, "sha256")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileRecord:
+    """One optimization profile: for each dynamic dimension the least, the usual and the greatest size."""
+
+    name: str
+    sizes: Mapping[str, tuple[int, ...]]
+
+    def __post_init__(self) -> None:
+        not_empty(self, "name")
+        for symbol, sizes in self.sizes.items():
+            if len(sizes) != 3 or not 1 <= sizes[0] <= sizes[1] <= sizes[2]:
+                refuse(f"sizes.{symbol}", "three sizes, 1 <= min <= opt <= max", list(sizes))
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineRecord:
+    """One engine plan, what it was built from, and what has to be equal where it is loaded.
+
+    sm: compute capability it was built for. backend, version: the library and its full version. driver: major
+    version of the driver it was built with, null where a plan was built without a GPU. capacity: rows of each
+    cache, fixed in the plan. cache_key: digest of everything that determines the plan. report: the build report.
+    """
+
+    role: str
+    platform: str
+    sm: int
+    backend: str
+    version: str
+    driver: int | None
+    precision: str
+    lowering: str
+    layout: str
+    capacity: int
+    max_batch: int
+    hardware_compat: str
+    version_compatible: bool
+    profiles: tuple[ProfileRecord, ...]
+    file: str
+    report: str
+    cache_key: str
+
+    def __post_init__(self) -> None:
+        one_of(self, "role", names.ROLES)
+        one_of(self, "platform", tuple(platforms.PLATFORMS))
+        one_of(self, "backend", (platforms.TENSORRT, platforms.TENSORRT_RTX))
+        one_of(self, "precision", platforms.PRECISIONS)
+        one_of(self, "lowering", platforms.LOWERINGS)
+        one_of(self, "layout", LAYOUTS)
+        one_of(self, "hardware_compat", HARDWARE_LEVELS)
+        not_empty(self, "version", "profiles")
+        at_least(self, 1, "sm", "capacity", "max_batch")
+        hex_digest(self, "cache_key")
+        unique("profiles", [profile.name for profile in self.profiles])
+        for field in ("file", "report"):
+            plain_path(self, field)
+            if os.path.dirname(getattr(self, field)) != ENGINES_FOLDER:
+                refuse(field, f"a file of {ENGINES_FOLDER}/", getattr(self, field))
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """What two engines of one bundle must not share: a newer one replaces the older."""
+        return (self.role, self.platform, self.backend, self.precision, self.layout)

@@ -146,9 +146,7 @@ def token_lists(codec: TextCodec) -> st.SearchStrategy[list[int]]:
     multibyte = [i for i, piece in pieces.items() if piece and len(piece) == 1 and piece in tail]
     anything = st.integers(0, codec.config.vocab_size + 3)
     token = st.one_of(anything, st.sampled_from(multibyte)) if multibyte else anything
-    text = st.one_of(
-        st.sampled_from(["👩‍🚀🎉", "文字 x", "\ufffd", " END", "\n\n", "  "]), st.text(max_size=6)
-    )
+    text = st.one_of(st.sampled_from(["👩‍🚀🎉", "文字 x", "\ufffd", " END", "\n\n", "  "]), st.text(max_size=6))
     chunk = st.one_of(st.lists(token, max_size=6), text.map(codec.encode))
     return st.lists(chunk, max_size=5).map(lambda chunks: [i for chunk in chunks for i in chunk])
 
@@ -257,9 +255,7 @@ def test_decoder_that_cannot_be_streamed_is_refused(tmp_path, decoder):
 # Stopping.
 
 
-def brute_force(
-    codec: TextCodec, ids: list[int], stop_ids: set[int], stops: list[str]
-) -> tuple[str, int, bool]:
+def brute_force(codec: TextCodec, ids: list[int], stop_ids: set[int], stops: list[str]) -> tuple[str, int, bool]:
     """Text, tokens kept and whether it stopped, by decoding every prefix from scratch."""
     for count, token_id in enumerate(ids, start=1):
         if token_id in stop_ids:
@@ -399,23 +395,17 @@ def test_largest_allowed_stop_strings_work(byte_level):
 
 def test_encode_adds_bos_once(tmp_path, tokenizers):
     (tmp_path / "own").mkdir()
-    own = TextCodec.open(
-        write_folder(tmp_path / "own", tokenizers["byte-fallback"], bos_token="<s>", add_bos=True)
-    )
+    own = TextCodec.open(write_folder(tmp_path / "own", tokenizers["byte-fallback"], bos_token="<s>", add_bos=True))
     assert own.encode("abab")[:2].count(1) == 1
     assert own.encode("abab")[0] == 1
     (tmp_path / "added").mkdir()
-    added = TextCodec.open(
-        write_folder(tmp_path / "added", tokenizers["metaspace"], bos_token="<s>", add_bos=True)
-    )
+    added = TextCodec.open(write_folder(tmp_path / "added", tokenizers["metaspace"], bos_token="<s>", add_bos=True))
     assert added.encode("abab") == [1, *tokenizers["metaspace"].encode("abab").ids]
 
 
 def test_chat_has_only_the_bos_its_template_writes(tmp_path, tokenizers):
     template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
-    folder = write_folder(
-        tmp_path, tokenizers["byte-fallback"], chat_template=template, bos_token="<s>", add_bos=True
-    )
+    folder = write_folder(tmp_path, tokenizers["byte-fallback"], chat_template=template, bos_token="<s>", add_bos=True)
     codec = TextCodec.open(folder)
     assert codec.render_chat(USER) == "<s>Hi"
     assert codec.encode_chat(USER).count(1) == 1
