@@ -30,7 +30,7 @@ Shapes = dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """The sizes of one engine. max_rows: the most rows that one call writes beyond the context."""
+    """The sizes that one platform's engines share."""
 
     max_context: int
     max_batch: int

@@ -119,6 +119,7 @@ class Runtime:
 
         Raises RequestError for a request that cannot be honoured; the runtime stays usable.
         """
+        self._check_open()
         params = params or SamplingParams()
         ids = self.encode(prompt, **template_args)
         return Generation(self, ids, params, self._plan(len(ids), params))
@@ -136,6 +137,10 @@ class Runtime:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RequestError("the runtime is closed")
 
     def _checked_ids(self, ids: Sequence[int]) -> list[int]:
         limit = self.manifest.target.vocab_size
@@ -200,8 +205,7 @@ class Runtime:
 
     def _acquire(self) -> Slot:
         with self._lock:
-            if self._closed:
-                raise RequestError("the runtime is closed")
+            self._check_open()
             if self._free:
                 return self._free.pop()
             float_dtype = next(

@@ -457,6 +457,13 @@ def test_full_disk(small_disk: Path, write: Callable[[Path], None]) -> None:
     ):
         write(partial)
     assert label_of(out) == "old" and os.listdir(small_disk) == ["out"]
+    with (
+        pytest.raises(BundleError, match=r"^another matter$"),
+        staged_folder(out, replace=True) as partial,
+    ):
+        with contextlib.suppress(OSError):
+            write(partial)
+        raise BundleError("another matter")
 
 
 def test_full_disk_by_its_code(tmp_path: Path) -> None:

@@ -601,7 +601,7 @@ def test_truncated_anywhere(bundle: Path) -> None:
         ("null", "one JSON object was expected, got null"),
         ('{"schema": 2, "schema": 2}', "this is not valid JSON (an object repeats one of its keys"),
         ('{"schema": NaN}', "this is not valid JSON (NaN is no JSON number)"),
-        ("{" + '"a": [' * 100_000 + "]}", "this is not valid JSON"),
+        ('{"a": ' + "[" * 100_000 + "]" * 100_000 + "}", "this is not valid JSON (maximum recursion depth"),
         ('{"schema": ' + "1" * 5000 + "}", "this is not valid JSON"),
         ("{}", "schema is missing"),
         ('{"schema": 2}', "digest is missing"),
@@ -623,6 +623,14 @@ def test_writing_what_would_not_read_back(bundle: Path) -> None:
     with pytest.raises(BundleError, match=r"max_context should be an integer, got 64\.0"):
         write_manifest(bundle, wrong)
     assert (bundle / "manifest.json").read_bytes() == before
+
+
+def test_writing_leaves_the_old_file_to_its_readers(bundle: Path) -> None:
+    os.link(bundle / "manifest.json", bundle / "reader")
+    before = (bundle / "reader").read_bytes()
+    write_manifest(bundle, dataclasses.replace(read_manifest(bundle), preset="other"))
+    assert read_manifest(bundle).preset == "other"
+    assert (bundle / "reader").read_bytes() == before
 
 
 def test_writing_fails_cleanly(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,6 +50,8 @@ def mixed_loss(logits: Tensor, labels: Tensor, target: Tensor | None, mix: LossM
 
     labels: int64 [R]. target: probabilities [R, V], needed by tv and kl.
     """
+    if mix.needs_target and target is None:
+        raise ValueError("tv and kl compare with the target's distribution; pass final_hidden")
     log_p = torch.log_softmax(logits.float(), dim=-1)
     p = log_p.exp()
     value = -mix.ce * log_p.gather(-1, labels.unsqueeze(-1)).squeeze(-1)

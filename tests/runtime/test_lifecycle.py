@@ -77,7 +77,7 @@ def test_point_9_rows_that_are_not_committed_are_never_seen(runtime: Runtime, st
         assert list(got) == stories[1].expected(3, 60)
 
 
-@pytest.mark.parametrize("modes", itertools.combinations_with_replacement(MODES, 2))
+@pytest.mark.parametrize("modes", [*itertools.combinations_with_replacement(MODES, 2)])
 def test_two_generations_in_turns(runtime: Runtime, stories: Any, modes: tuple[str, str]) -> None:
     first = start(runtime, stories[0], 40, 50, modes[0])
     second = start(runtime, stories[3], 20, 30, modes[1])
@@ -164,7 +164,7 @@ IN_PLACE = """
     import onnxruntime as ort
     from xpress_export.runtime import Runtime, SamplingParams, slot
 
-    open_session = ort.InferenceSession
+    open_session, alive = ort.InferenceSession, []
 
     def loud(path, options, **others):
         options.log_severity_level = 1
@@ -172,8 +172,9 @@ IN_PLACE = """
 
     def bind_copies(cache):
         for name, array in cache._arrays.items():
+            alive.append(np.empty_like(array))
             cache._call.bind_input(name, array)
-            cache._call.bind_output(name.replace("past_", "present_"), np.empty_like(array))
+            cache._call.bind_output(name.replace("past_", "present_"), alive[-1])
 
     ort.InferenceSession = loud
     if sys.argv[2] == "copies":
@@ -196,21 +197,17 @@ def test_onnx_runtime_confirms_that_caches_are_updated_in_place(mixed_bundle: Pa
 
 
 def test_present_is_past_before_and_after_growth(runtime: Runtime, stories: Any) -> None:
-    generation = start(runtime, stories[0], 200, 150, "xpress")
-    next(generation)
-    slots = []
-    acquire = runtime._acquire
-    runtime._acquire = lambda: slots.append(acquire()) or slots[-1]  # type: ignore[method-assign, func-returns-value]
-    other = start(runtime, stories[0], 200, 150, "xpress")
-    capacities = set()
-    for _ in other:
-        for part in (slots[0].target, slots[0].drafter):
+    start(runtime, stories[0], 1, 1, "xpress").result()
+    slot, capacities = runtime._free[0], set()
+    for _ in start(runtime, stories[0], 200, 150, "xpress"):
+        for part in (slot.target, slot.drafter):
             bound = part._call._bound
             capacities.add(part.cache.capacity)
             for name, array in part.cache._arrays.items():
                 address = array.ctypes.data
                 assert bound["in", name] == (address, array.shape)
                 assert bound["out", name.replace("past_", "present_")] == (address, array.shape)
+    assert slot is runtime._free[0]
     assert capacities == {256, 512}
 
 

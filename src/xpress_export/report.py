@@ -1,0 +1,56 @@
+"""Self-contained HTML pages: one file, no scripts, nothing fetched."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from jinja2 import Environment
+
+if TYPE_CHECKING:
+    from xpress_export.runtime.evaluate import Row
+
+_PAGE = """<!doctype html>
+<html lang="en"><meta charset="utf-8"><title>{{ title }}</title>
+<style>
+ body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #1b1f24 }
+ h1 { font-size: 1.4rem } h2 { font-size: 1.1rem; margin-top: 2rem }
+ table { border-collapse: collapse; width: 100% }
+ td, th { text-align: left; padding: .25rem .6rem; border-bottom: 1px solid #ddd }
+ td.n { text-align: right; font-variant-numeric: tabular-nums } .bar { fill: #76b900 } .plain { fill: #b8bec6 }
+ text { font-size: 12px; fill: #333 }
+</style>
+<h1>{{ title }}</h1>
+<p>Executed on CPU, {{ max_new_tokens }} new tokens, greedy; every mode gave the same tokens as plain decoding.
+ tau: tokens per verify step, mean over responses with its 95% confidence interval.</p>
+{% for benchmark, rows in groups %}
+<h2>{{ benchmark }} ({{ rows[0].num_prompts }} prompts)</h2>
+<table><tr><th>mode<th>tau<th>tokens/s<th>speed-up</tr>
+{% for r in rows %}<tr><td>{{ r.arm }}<td class="n">{{ "%.3f ± %.3f" | format(r.tau, r.tau_ci95) }}
+<td class="n">{{ "%.1f" | format(r.tokens_per_s) }}<td class="n">{{ "%.2f" | format(r.speed_up) }}x</tr>
+{% endfor %}</table>
+<svg width="100%" height="{{ 22 * rows | length + 4 }}" role="img" aria-label="tau by mode">
+{% for r in rows %}<text x="0" y="{{ 22 * loop.index0 + 16 }}">{{ r.arm }}</text>
+<rect class="{{ 'plain' if r.arm == 'target' else 'bar' }}" x="120" y="{{ 22 * loop.index0 + 3 }}" height="16"
+ width="{{ (r.tau / longest * 60) | round(2) }}%"/>{% endfor %}</svg>
+{% for r in rows if r.slot_rates %}<p>{{ r.arm }}, accepted per slot:
+{% for rate in r.slot_rates %}{{ "%.2f" | format(rate) }} {% endfor %}</p>{% endfor %}
+{% endfor %}
+</html>
+"""
+
+
+def evaluation_page(rows: Sequence[Row], max_new_tokens: int) -> str:
+    """The page of `eval --html`."""
+    benchmarks = dict.fromkeys(row.benchmark for row in rows)
+    groups = [(name, [row for row in rows if row.benchmark == name]) for name in benchmarks]
+    return (
+        Environment(autoescape=True)
+        .from_string(_PAGE)
+        .render(
+            title="xpress-export eval",
+            groups=groups,
+            max_new_tokens=max_new_tokens,
+            longest=max(row.tau for row in rows),
+        )
+    )
