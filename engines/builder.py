@@ -19,7 +19,7 @@ from typing import Any
 from xpress_export.engines.job import BuildJob, BuildResult
 from xpress_export.engines.libraries import Library
 from xpress_export.engines.network import NetworkFacts, avoid_float32_matmul, describe, layers_of
-from xpress_export.engines.onnx_file import fix_dimensions
+from xpress_export.engines.onnx_file import write_with_sizes
 from xpress_export.engines.phases import Phases
 from xpress_export.errors import EngineBuildError
 
@@ -87,11 +87,8 @@ def _build(library: Library, job: BuildJob, listener: Listener, *, unfused: bool
 
 
 def _parse(parser: Any, job: BuildJob, log: Any) -> None:
-    """Parse the graph with its static sizes filled in. Weights are found beside it, so they are linked there."""
-    path = job.work / job.graph.name
-    path.write_bytes(fix_dimensions(job.graph.read_bytes(), job.static))
-    for data in job.graph.parent.glob("*.data"):
-        (job.work / data.name).symlink_to(data.resolve())
+    """Parse the graph with its static sizes filled in."""
+    path = write_with_sizes(job.graph, job.static, job.work)
     if parser.parse_from_file(str(path)):
         return
     problems = []

@@ -58,7 +58,7 @@ def describe(library: Library, layers: list[Any]) -> NetworkFacts:
         matmuls[precision] += 1
         flops[precision] += 2 * prod(weight.shape)
     attention = types.get("ATTENTION_INPUT", 0)
-    return NetworkFacts(layers=dict(sorted(types.items())), matmuls=matmuls, flops=flops, attention=attention)
+    return NetworkFacts(layers=dict(sorted(types.items())), matmuls=dict(matmuls), flops=dict(flops), attention=attention)
 
 
 def _is_narrow(precision: str) -> bool:

@@ -61,6 +61,17 @@ def fix_dimensions(model: bytes, sizes: Mapping[str, int]) -> bytes:
     return _rewrite(model, _DIMENSIONS, fix)
 
 
+def write_with_sizes(graph: Path, sizes: Mapping[str, int], folder: Path) -> Path:
+    """Write a graph with `sizes` filled in to `folder`, its weights linked beside it, where parsers look for them."""
+    path = folder / graph.name
+    path.write_bytes(fix_dimensions(graph.read_bytes(), sizes))
+    for data in graph.parent.glob("*.data"):
+        link = folder / data.name
+        link.unlink(missing_ok=True)
+        link.symlink_to(data.resolve())
+    return path
+
+
 def _operator(node: bytes) -> str:
     fields = dict(_values(node))
     name, domain = (fields.get(number, b"") for number in (4, 7))

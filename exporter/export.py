@@ -198,7 +198,7 @@ def _reusable(out: Path, trio: Trio, options: ExportOptions, max_context: int, p
         "platform": found.platform,
         "precision": found.precision,
         "max_context": found.max_context,
-        "logits": has_logits,
+        "--logits": has_logits,
         **{f"{role} checkpoint": getattr(getattr(found, role), "digest", None) for role in names.ROLES},
     }
     would_be = {
@@ -206,7 +206,7 @@ def _reusable(out: Path, trio: Trio, options: ExportOptions, max_context: int, p
         "platform": options.platform,
         "precision": options.precision,
         "max_context": max_context,
-        "logits": options.with_logits,
+        "--logits": options.with_logits,
         **{f"{role} checkpoint": digest for role, digest in trio.digests().items()},
     }
     changed = [key for key in would_be if is_now[key] != would_be[key]]

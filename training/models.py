@@ -170,7 +170,8 @@ def bigram_factors(
     after = torch.zeros(num_rows, dtype=torch.float64).index_add_(0, pairs[1], counts)
     odds = (counts * counts.sum() / (before[pairs[0]] * after[pairs[1]])).log().clamp(min=0)
     odds = odds * counts / (counts + 2)  # rare pairs say little
-    table = torch.sparse_coo_tensor(pairs, odds.float(), (len(draft_ids), num_rows)).coalesce()
+    table = torch.sparse_coo_tensor(pairs, odds.float(), (len(draft_ids), num_rows), check_invariants=True)
+    table = table.coalesce()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)  # svd_lowrank draws its test vectors from the global generator
         u, s, v = torch.svd_lowrank(table, q=rank, niter=4)

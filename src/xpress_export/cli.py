@@ -23,6 +23,7 @@ from rich.text import Text
 
 from xpress_export import console as ui
 from xpress_export import names, platforms, presets
+from xpress_export.cli_eval import evaluate_command
 from xpress_export.errors import XpressExportError
 from xpress_export.progress import Advance
 
@@ -424,6 +425,9 @@ def doctor(as_json: bool) -> None:
         return
     for section in describe_machine(facts):
         out.print(section)
+
+
+cli.add_command(evaluate_command)
 
 
 def main() -> NoReturn:

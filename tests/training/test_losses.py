@@ -83,7 +83,7 @@ def test_gradient_of_the_smooth_terms_by_differences() -> None:
     hidden = given["hidden"].detach()
     slope = (total(hidden + step) - total(hidden - step)) / 2e-3
     (grad,) = torch.autograd.grad(total(given["hidden"]), given["hidden"])
-    assert abs(float(slope - grad[2, 3])) < 1e-3 * abs(float(slope)) + 1e-5
+    assert abs(float(slope - grad[2, 3])) < 1e-2 * abs(float(slope))
 
 
 def test_soft_terms_without_a_target_are_refused() -> None:

@@ -1,0 +1,236 @@
+"""Whole runs on tiny models: resuming after a kill, what is written, data that continues, options that are refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from xpress_export.exporter.checkpoints import read_drafter, read_refiner, read_target
+from xpress_export.training.api import EvalOptions, evaluate_trio, split, train_drafter, train_joint, train_refiner
+from xpress_export.training.config import (
+    DrafterOptions,
+    LossOptions,
+    RefinerOptions,
+    ReportOptions,
+    RunOptions,
+    TrainOptions,
+    read_train_options,
+)
+from xpress_export.training.errors import TrainingError
+from xpress_export.training.loop import CHECKPOINT, METRICS, Sampler
+from xpress_export.training.store import ANSWERS, FEATURES, DataReader, DataWriter, read_info
+
+STEPS = 24
+
+RUN_SCRIPT = """
+import sys
+from pathlib import Path
+from xpress_export.training.api import train_joint
+from xpress_export.training.config import read_train_options
+toml, target, data, out = sys.argv[1:]
+train_joint(read_train_options(Path(toml), target, (data,), out))
+"""
+
+
+def options(trio: Any, data: Path, out: Path, **changes: Any) -> TrainOptions:
+    """A run of a few steps over a reduced vocabulary."""
+    return TrainOptions(
+        target=str(trio.target),
+        data=(str(data),),
+        out=str(out),
+        **{
+            "drafter": DrafterOptions(
+                intermediate_size=64, block_size=5, mask_token_id=317, draft_vocab_size=200, causal=True
+            ),
+            "refiner": RefinerOptions(rank=8),
+            "loss": LossOptions(sampled_vocab=50),
+            "run": RunOptions(steps=STEPS, sequences=2, anchors=4, warmup=2),
+            "report": ReportOptions(held_out=3, every=STEPS // 2, checkpoint_every=STEPS // 4),
+        }
+        | changes,
+    )
+
+
+def test_the_folders_of_a_run_are_public_checkpoints(tiny_trio: Any, tiny_data: Path, tmp_path: Path) -> None:
+    result = train_joint(options(tiny_trio, tiny_data, tmp_path / "run"))
+    target = read_target(str(tiny_trio.target))
+    drafter = read_drafter(str(result.drafter), target)
+    assert drafter.config.draft_vocab_size == 200 and drafter.config.causal_layers == (True, True)
+    assert drafter.weights.read("fc.weight").dtype == torch.float16
+    refiner = read_refiner(str(result.refiner), target, drafter)
+    assert (refiner.config.kind, refiner.config.rank, refiner.config.draft_vocab_size) == ("xpress", 8, 200)
+    lines = [json.loads(line) for line in (tmp_path / "run" / METRICS).read_text().splitlines()]
+    assert [line["step"] for line in lines] == [STEPS // 2, STEPS]
+    assert lines[-1]["loss"] < lines[0]["loss"] and len(lines[-1]["per_slot"]) == 4
+
+
+def test_a_head_on_a_frozen_drafter_leaves_it_alone(tiny_trio: Any, tiny_data: Path, tmp_path: Path) -> None:
+    base = train_drafter(options(tiny_trio, tiny_data, tmp_path / "base"))
+    frozen = options(
+        tiny_trio,
+        tiny_data,
+        tmp_path / "head",
+        drafter=DrafterOptions(init=str(base.drafter)),
+        refiner=RefinerOptions(kind="markov", rank=8),
+    )
+    result = train_refiner(frozen)
+    before, after = (load_file(folder / "model.safetensors") for folder in (base.drafter, result.drafter))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    target = read_target(str(tiny_trio.target))
+    assert read_refiner(str(result.refiner), target, read_drafter(str(result.drafter), target)).config.kind == "markov"
+    with pytest.raises(TrainingError, match=r"drafter\.init"):
+        train_refiner(options(tiny_trio, tiny_data, tmp_path / "none"))
+
+
+def toml_of(run: TrainOptions) -> str:
+    """The sections of `run` as a TOML file, None left out."""
+
+    def value(x: object) -> str:
+        return json.dumps(list(x) if isinstance(x, tuple) else x)
+
+    sections = {name: vars(getattr(run, name)) for name in ("drafter", "refiner", "loss", "run", "report")}
+    return "\n".join(
+        f"[{name}]\n" + "\n".join(f"{key} = {value(x)}" for key, x in table.items() if x is not None)
+        for name, table in sections.items()
+    )
+
+
+def test_a_killed_run_ends_with_the_weights_of_one_that_was_not(
+    tiny_trio: Any, tiny_data: Path, tmp_path: Path
+) -> None:
+    """Killed with SIGKILL three times, at moments spread over the run; then finished."""
+    run = options(
+        tiny_trio, tiny_data, tmp_path / "whole", run=RunOptions(steps=400, sequences=2, anchors=4), report=ReportOptions(
+            held_out=2, every=400, checkpoint_every=5)
+    )
+    toml = tmp_path / "run.toml"
+    toml.write_text(toml_of(run))
+    command = [sys.executable, "-c", RUN_SCRIPT, str(toml), str(tiny_trio.target), str(tiny_data)]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    subprocess.run([*command, str(whole)], check=True, env=environment)
+    reached = []
+    for wanted in (1, 30, 90):
+        process = subprocess.Popen([*command, str(killed)], env=environment)
+        while process.poll() is None and step_of(killed) < max(wanted, 1 + max(reached, default=0)):
+            time.sleep(0.005)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        reached.append(step_of(killed))
+    assert 0 < reached[0] < reached[-1] < 400, reached
+    subprocess.run([*command, str(killed)], check=True, env=environment)
+    for folder in ("drafter", "refiner"):
+        ours, theirs = (load_file(root / folder / "model.safetensors") for root in (whole, killed))
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours), folder
+
+
+def step_of(out: Path) -> int:
+    path = out / CHECKPOINT
+    return int(torch.load(path, weights_only=True)["step"]) if path.is_file() else 0
+
+
+def test_other_options_do_not_continue_a_run(tiny_trio: Any, tiny_data: Path, tmp_path: Path) -> None:
+    run = options(tiny_trio, tiny_data, tmp_path / "run")
+    train_drafter(run)
+    assert train_drafter(run).loop.resumed_from == STEPS
+    with pytest.raises(TrainingError, match="other options"):
+        train_drafter(replace(run, run=replace(run.run, learning_rate=1.0)))
+
+
+def test_every_epoch_sees_every_answer_once_on_any_number_of_processes() -> None:
+    run = RunOptions(sequences=2, seed=5)
+    alone = Sampler(12, run)
+    ranks = [Sampler(12, run, rank, 3) for rank in range(3)]
+    dealt = [i for step in range(2) for rank in ranks for i in rank.indices(step)]
+    assert sorted(dealt) == list(range(12))
+    assert dealt == [i for step in range(6) for i in alone.indices(step)]
+    assert dealt != [i for step in range(6, 12) for i in alone.indices(step)]
+
+
+def test_held_out_answers_are_never_trained_on() -> None:
+    held, training = split(100, 7)
+    assert len(held) == 7 and sorted(held + training) == list(range(100))
+    assert split(3, 7)[1] and split(5, 0) == ([], [0, 1, 2, 3, 4])
+
+
+def test_data_cut_short_continues(tiny_data: Path, tmp_path: Path) -> None:
+    """A half-written answer at the end of either file is cut off."""
+    info = read_info(tiny_data)
+    reader = DataReader((str(tiny_data),), info.target_digest)
+    writer = DataWriter(tmp_path, info)
+    for i in range(3):
+        sample = reader.sample(i)
+        assert sample.final_hidden is not None
+        writer.append(reader.answers[i], torch.cat((sample.features, sample.final_hidden), dim=1))
+    with (tmp_path / FEATURES).open("ab") as stream:
+        stream.write(b"half an answer")
+    with (tmp_path / ANSWERS).open("a") as stream:
+        stream.write('{"source": "half')
+    assert DataWriter(tmp_path, info).answers == reader.answers[:3]
+    again = DataReader((str(tmp_path),), info.target_digest)
+    assert len(again) == 3 and torch.equal(again.sample(2).features, reader.sample(2).features)
+
+
+def test_data_of_another_target_is_refused(tiny_data: Path) -> None:
+    with pytest.raises(TrainingError, match="another target"):
+        DataReader((str(tiny_data),), "0" * 64)
+
+
+def test_evaluation_of_a_trio(tiny_trio: Any, tmp_path: Path) -> None:
+    """One pass per slot is the most a head can do, so more passes change nothing; K = 0 is the bare drafter."""
+    prompts = tmp_path / "prompts.jsonl"
+    rows = [{"prompt": "draft and verify"}, {"turns": ["refine the block", "again"]}]
+    prompts.write_text("\n".join(map(json.dumps, rows)))
+    report = evaluate_trio(
+        EvalOptions(
+            target=str(tiny_trio.target),
+            drafter=str(tiny_trio.drafter),
+            refiner=str(tiny_trio.refiner),
+            prompts=(str(prompts),),
+            work=str(tmp_path / "work"),
+            max_new_tokens=12,
+            passes=(0, None, 9),
+        )
+    ).as_json()
+    assert list(report) == ["dflash", "xpress K=0", "xpress K=7", "xpress K=9"]
+    assert report["dflash"] == report["xpress K=0"]
+    assert report["xpress K=7"] == report["xpress K=9"]
+    assert report["dflash"]["prompts"]["num_answers"] == 2 and report["dflash"]["mean_tau"] >= 1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[run]\nstepz = 3", "unknown key stepz"),
+        ("[walk]\nsteps = 3", r"unknown section \[walk\]"),
+        ("[run]\nsteps = 'many'", "steps should be of type int, got 'many'"),
+        ("[run]\nsteps = true", "steps should be of type int"),
+        ("[run]\noptimizer = 'sgd'", "optimizer must be one of"),
+        ("[drafter]\nblock_size = 1", "leaves no slot"),
+        ("steps = ", "not a readable TOML file"),
+    ],
+)
+def test_options_that_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+    with pytest.raises(TrainingError, match=message):
+        read_train_options(path, "target", ("data",), "out")
+
+
+def test_options_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text("[drafter]\ntarget_layer_ids = [1, 4]\ndraft_vocab_size = 9\n[run]\nlearning_rate = 1\n")
+    read = read_train_options(path, "target", ("data",), "out")
+    assert read.drafter.target_layer_ids == (1, 4) and read.drafter.draft_vocab_size == 9
+    assert read.run.learning_rate == 1.0 and read.loss == LossOptions()
