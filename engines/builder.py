@@ -1,10 +1,10 @@
 """One ONNX graph to one engine plan: the only module that drives a TensorRT builder.
 
-    parse      a copy of the graph with its static sizes, beside its weights, by `parse_from_file`
-    adjust     what the architecture needs (`network.py`)
-    profile    shapes checked against the inputs of the network, a missing one named
-    build      with TensorRT's own progress monitor
-    write      the plan, hashed on the way
+parse      a copy of the graph with its static sizes, beside its weights, by `parse_from_file`
+adjust     what the architecture needs (`network.py`)
+profile    shapes checked against the inputs of the network, a missing one named
+build      with TensorRT's own progress monitor
+write      the plan, hashed on the way
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ def _build(library: Library, job: BuildJob, listener: Listener, *, unfused: bool
     parser = trt.OnnxParser(network, log)
     _parse(parser, job, log)
     layers = layers_of(network)
-    facts = describe(library, layers)
+    adjusted = avoid_float32_matmul(library, network, layers) if library.lacks_float32_matmul(job.sm) else []
+    facts = describe(library, layers_of(network))
     if job.must_show:
         require_precision(facts, job.precision, job.role)
-    adjusted = avoid_float32_matmul(library, network, layers) if library.lacks_float32_matmul(job.sm) else []
     num_unfused = library.allow_unfused_attention(layers) if unfused else 0
     config = builder.create_builder_config()
     _configure(library, config, job)

@@ -57,8 +57,12 @@ def describe(library: Library, layers: list[Any]) -> NetworkFacts:
         precision = left if left == right else f"{min(left, right)} weights" if _is_narrow(right) else right
         matmuls[precision] += 1
         flops[precision] += 2 * prod(weight.shape)
-    attention = types.get("ATTENTION_INPUT", 0)
-    return NetworkFacts(layers=dict(sorted(types.items())), matmuls=dict(matmuls), flops=dict(flops), attention=attention)
+    return NetworkFacts(
+        layers=dict(sorted(types.items())),
+        matmuls=dict(matmuls),
+        flops=dict(flops),
+        attention=types.get("ATTENTION_INPUT", 0),
+    )
 
 
 def _is_narrow(precision: str) -> bool:

@@ -42,7 +42,7 @@ def read_operators(path: Path) -> Operators:
         for number, value, _ in _fields(path.read_bytes()):
             if number == _OPSETS:
                 entry = dict(_values(value))
-                opset = opset if entry.get(1, b"") else int(entry.get(2, 0))  # type: ignore[arg-type]
+                opset = opset if entry.get(1, b"") else int(entry.get(2, 0))
             elif number == _GRAPH:
                 counts.update(_operator(node) for field, node, _ in _fields(value) if field == _NODE)
     except (IndexError, ValueError, TypeError) as err:
@@ -72,7 +72,7 @@ def write_with_sizes(graph: Path, sizes: Mapping[str, int], folder: Path) -> Pat
     return path
 
 
-def _operator(node: bytes) -> str:
+def _operator(node: bytes | int) -> str:
     fields = dict(_values(node))
     name, domain = (fields.get(number, b"") for number in (4, 7))
     assert isinstance(name, bytes) and isinstance(domain, bytes)
@@ -94,7 +94,7 @@ def _rewrite(message: bytes, path: Sequence[Sequence[int]], change: Callable[[by
     return bytes(out)
 
 
-def _values(message: bytes) -> Iterator[tuple[int, bytes | int]]:
+def _values(message: bytes | int) -> Iterator[tuple[int, bytes | int]]:
     return ((number, value) for number, value, _ in _fields(message))
 
 

@@ -1,15 +1,15 @@
 """Which ONNX operators a TensorRT version reads, checked before a build instead of in the middle of it.
 
-    what                                      since     source
-    standard operators listed below           10.0      onnx-tensorrt docs/operators.md, branch 10.0-GA
-    Attention                                 10.14     TensorRT CHANGELOG, 10.14
-    RotaryEmbedding, RMSNormalization,        10.15     TensorRT CHANGELOG, 10.15
-      TensorScatter
-    all of these in TensorRT-RTX              1.0       asked of tensorrt-rtx 1.7.1's parser (tests/engines)
-    MatMulInteger, DynamicQuantizeLinear      never     asked of tensorrt-rtx 1.7.1's parser: no importer
-    operators of other domains                never     they need a plugin; bundles have none
-    opset up to 20                            10.0      onnx-tensorrt docs/operators.md, 10.0 to 10.3
-    opset up to 24                            10.15     TensorRT ONNX opset guide (11.x: up to 25)
+what                                      since     source
+standard operators listed below           10.0      onnx-tensorrt docs/operators.md, branch 10.0-GA
+Attention                                 10.14     TensorRT CHANGELOG, 10.14
+RotaryEmbedding, RMSNormalization,        10.15     TensorRT CHANGELOG, 10.15
+  TensorScatter
+all of these in TensorRT-RTX              1.0       asked of tensorrt-rtx 1.7.1's parser (tests/engines)
+MatMulInteger, DynamicQuantizeLinear      never     asked of tensorrt-rtx 1.7.1's parser: no importer
+operators of other domains                never     they need a plugin; bundles have none
+opset up to 20                            10.0      onnx-tensorrt docs/operators.md, 10.0 to 10.3
+opset up to 24                            10.15     TensorRT ONNX opset guide (11.x: up to 25)
 """
 
 from __future__ import annotations
@@ -19,14 +19,18 @@ from xpress_export.engines.onnx_file import Operators
 from xpress_export.errors import PlatformError
 
 _SINCE_10_15 = ("RotaryEmbedding", "RMSNormalization", "TensorScatter")
+# fmt: off
 _ALWAYS = (
-    "Abs Add And ArgMax ArgMin Cast Ceil Clip Concat Constant ConstantOfShape Cos CumSum DequantizeLinear Div Einsum "
-    "Equal Erf Exp Expand Flatten Floor Gather GatherElements GatherND Gelu Gemm Greater GreaterOrEqual Identity "
-    "LayerNormalization Less LessOrEqual Log LogSoftmax MatMul Max Mean Min Mod Mul Neg Not Or Pad Pow QuantizeLinear "
-    "Range Reciprocal ReduceMax ReduceMean ReduceMin ReduceProd ReduceSum Relu Reshape ScatterElements ScatterND Shape "
-    "Sigmoid Sign Sin Slice Softmax Softplus Split Sqrt Squeeze Sub Sum Tanh Tile TopK Transpose Trilu Unsqueeze Where "
-    "Xor"
-).split()
+    "Abs", "Add", "And", "ArgMax", "ArgMin", "Cast", "Ceil", "Clip", "Concat", "Constant", "ConstantOfShape", "Cos",
+    "CumSum", "DequantizeLinear", "Div", "Einsum", "Equal", "Erf", "Exp", "Expand", "Flatten", "Floor", "Gather",
+    "GatherElements", "GatherND", "Gelu", "Gemm", "Greater", "GreaterOrEqual", "Identity", "LayerNormalization",
+    "Less", "LessOrEqual", "Log", "LogSoftmax", "MatMul", "Max", "Mean", "Min", "Mod", "Mul", "Neg", "Not", "Or",
+    "Pad", "Pow", "QuantizeLinear", "Range", "Reciprocal", "ReduceMax", "ReduceMean", "ReduceMin", "ReduceProd",
+    "ReduceSum", "Relu", "Reshape", "ScatterElements", "ScatterND", "Shape", "Sigmoid", "Sign", "Sin", "Slice",
+    "Softmax", "Softplus", "Split", "Sqrt", "Squeeze", "Sub", "Sum", "Tanh", "Tile", "TopK", "Transpose", "Trilu",
+    "Unsqueeze", "Where", "Xor",
+)
+# fmt: on
 SINCE = {
     **dict.fromkeys(_ALWAYS, (10, 0)),
     "Attention": (10, 14),

@@ -51,8 +51,10 @@ def _flags(job: BuildJob) -> dict[str, Any]:
 
 def by_hand(plan: BundlePlan, engine: EnginePlan, job: BuildJob) -> list[str]:
     """The commands that build the same engine with NVIDIA's own tool; the first writes the graph it reads."""
-    graph = f"{engine.role}.onnx"
-    write = f"xpress-export graph BUNDLE {engine.role} --lowering {plan.lowering} --capacity {plan.sizes.capacity} --out ."
+    graph = job.graph.name
+    write = (
+        f"xpress-export graph BUNDLE {engine.role} --lowering {plan.lowering} --capacity {plan.sizes.capacity} --out ."
+    )
     return [write, tool_line(plan.library.is_rtx, graph, f"{engine.name}.plan", job)]
 
 

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import onnx_ir as ir
 import torch
 
-from xpress_export import names
+from xpress_export import names, platforms
 from xpress_export.errors import BundleError, ExportError
 from xpress_export.exporter import parity
 from xpress_export.exporter.checkpoints import (
@@ -34,6 +34,8 @@ from xpress_export.exporter.checkpoints import (
 )
 from xpress_export.exporter.decoder_config import transformers_config
 from xpress_export.exporter.graphs import trace_drafter, trace_refiner, trace_target
+from xpress_export.exporter.lowering import decompose
+from xpress_export.exporter.lowering_check import check_lowering
 from xpress_export.exporter.modules import Drafter, Refiner, fold_mixer
 from xpress_export.exporter.tokenizer import TokenizerInfo, check_same_tokenizer, export_tokenizer
 from xpress_export.exporter.trace import OPSET, Source, WeightFile, attach, save
@@ -72,6 +74,7 @@ class ExportOptions:
 
     max_context: tokens of prompt and answer a request may have; None: what the target was made for.
     with_logits: also output the target's logits, for sampling and quality gates.
+    lowering: "native"; "decomposed" adds the graphs for an older TensorRT; "auto" adds them where the platform has one.
     preset: name recorded in the manifest. trained: False for stand-in drafters with random weights.
     """
 
@@ -82,10 +85,19 @@ class ExportOptions:
     platform: str = "cpu"
     max_context: int | None = None
     with_logits: bool = False
+    lowering: str = "auto"
     preset: str | None = None
     trained: bool = True
 
+    @property
+    def decomposed(self) -> bool:
+        """Whether the graphs for an older TensorRT are written too."""
+        is_needed = platforms.DECOMPOSED in platforms.find(self.platform).lowering
+        return self.lowering == platforms.DECOMPOSED or (self.lowering == "auto" and is_needed)
+
     def __post_init__(self) -> None:
+        if self.lowering not in {"auto", *platforms.LOWERINGS}:
+            raise ExportError(f"lowering must be auto, native or decomposed, got {self.lowering!r}")
         if self.precision not in DTYPES:
             raise ExportError(f"precision must be one of {', '.join(DTYPES)}, got {self.precision!r}")
         if self.refiner is not None and self.drafter is None:
@@ -141,12 +153,13 @@ def export(options: ExportOptions, out: Path, progress: Progress | None = None) 
 
 
 def _build(trio: Trio, options: ExportOptions, max_context: int, stage: Path, progress: Progress) -> Manifest:
-    with progress.step("Writing tokenizer"):
-        source = trio.target.folder_or_file
+    source = trio.target.folder_or_file
+    with progress.step("Writing tokenizer", expected_s=6 if source.suffix == ".gguf" else 1):
         tokenizer = export_tokenizer(source, stage / TOKENIZER_FOLDER, stop_token_ids=trio.target.stop_token_ids)
         text = _text_record(trio, tokenizer)
-    graphs = _write_graphs(trio, options, stage / GRAPHS_FOLDER, progress)
+    graphs, decomposed = _write_graphs(trio, options, stage / GRAPHS_FOLDER, progress)
     checks = _check_graphs(trio, options.precision, stage / GRAPHS_FOLDER, progress)
+    checks += _check_decomposed(trio, options.precision, stage, decomposed, progress)
     num_bytes = sum((stage / name).stat().st_size for name in files_below(stage))
     with progress.step("Hashing files", total=num_bytes) as advance:
         files = record_files(stage, advance)
@@ -164,6 +177,7 @@ def _build(trio: Trio, options: ExportOptions, max_context: int, stage: Path, pr
         draft=_draft_record(trio, options) if trio.drafter else None,
         text=text,
         graphs=graphs,
+        decomposed=decomposed,
         parity=tuple(ParityRecord(**asdict(check)) for check in checks),
         files=files,
     )
@@ -199,6 +213,9 @@ def _reusable(out: Path, trio: Trio, options: ExportOptions, max_context: int, p
         "precision": found.precision,
         "max_context": found.max_context,
         "--logits": has_logits,
+        "lowering": bool(found.decomposed),
+        "preset": found.preset,
+        "trained": found.draft.trained if found.draft else None,
         **{f"{role} checkpoint": getattr(getattr(found, role), "digest", None) for role in names.ROLES},
     }
     would_be = {
@@ -207,6 +224,9 @@ def _reusable(out: Path, trio: Trio, options: ExportOptions, max_context: int, p
         "precision": options.precision,
         "max_context": max_context,
         "--logits": options.with_logits,
+        "lowering": options.decomposed,
+        "preset": options.preset,
+        "trained": options.trained if trio.drafter else None,
         **{f"{role} checkpoint": digest for role, digest in trio.digests().items()},
     }
     changed = [key for key in would_be if is_now[key] != would_be[key]]
@@ -218,11 +238,16 @@ def _reusable(out: Path, trio: Trio, options: ExportOptions, max_context: int, p
 # Graphs and their weights
 
 
-def _write_graphs(trio: Trio, options: ExportOptions, folder: Path, progress: Progress) -> dict[str, GraphRecord]:
+Graphs = dict[str, GraphRecord]
+
+
+def _write_graphs(trio: Trio, options: ExportOptions, folder: Path, progress: Progress) -> tuple[Graphs, Graphs]:
+    """The native graphs, and the decomposed ones where the options ask for them."""
     folder.mkdir()
     dtype = DTYPES[options.precision]
     weights = WeightFile(folder, dtype)
-    records = {}
+    records: Graphs = {}
+    decomposed: Graphs = {}
     for role, trace_graph, source_of, num_bytes in _jobs(trio, options, dtype):
         with progress.step(f"Tracing {role}", expected_s=_tracing_s(trio, role)):
             model = trace_graph()
@@ -231,7 +256,11 @@ def _write_graphs(trio: Trio, options: ExportOptions, folder: Path, progress: Pr
             attach(model, weights, f"{role}.data", source_of)
         save(model, folder / f"{role}.onnx")
         records[role] = _graph_record(role, model)
-    return records
+        if options.decomposed:
+            decompose(model)
+            save(model, folder / f"{role}.decomposed.onnx")
+            decomposed[role] = _graph_record(f"{role}.decomposed", model)
+    return records, decomposed
 
 
 def _tracing_s(trio: Trio, role: str) -> float:
@@ -242,7 +271,7 @@ def _tracing_s(trio: Trio, role: str) -> float:
     layers = {names.TARGET: trio.target.config.num_layers, names.REFINER: 1}
     if trio.drafter is not None:
         layers[names.DRAFTER] = trio.drafter.config.decoder.num_layers
-    return (5 if role == names.TARGET else 1) + 0.9 * layers[role]
+    return (5 if role == names.TARGET else 3) + 0.9 * layers[role]
 
 
 Job = tuple[str, Callable[[], ir.Model], Callable[[str], Source], int]
@@ -314,11 +343,11 @@ def _refiner_source(refiner: RefinerCheckpoint, drafter: DrafterCheckpoint, name
     return f"refiner {name}", lambda: refiner.weights.read(name)
 
 
-def _graph_record(role: str, model: ir.Model) -> GraphRecord:
+def _graph_record(name: str, model: ir.Model) -> GraphRecord:
     initializers = model.graph.initializers.values()
     files = {str(v.const_value.location) for v in initializers if isinstance(v.const_value, ir.ExternalTensor)}
     return GraphRecord(
-        file=f"{GRAPHS_FOLDER}/{role}.onnx",
+        file=f"{GRAPHS_FOLDER}/{name}.onnx",
         data=tuple(f"{GRAPHS_FOLDER}/{file}" for file in sorted(files)),
         inputs=tuple(_tensor_record(value) for value in model.graph.inputs),
         outputs=tuple(_tensor_record(value) for value in model.graph.outputs),
@@ -343,16 +372,29 @@ def _check_graphs(trio: Trio, precision: str, folder: Path, progress: Progress) 
         checks = parity.check_target(path, reference, target.config, trio.taps, precision)
         del reference
     if drafter is not None:
-        with progress.step("Checking drafter"):
+        with progress.step("Checking drafter", expected_s=1 + num_parameters(drafter.weights) / 2e7):
             module = _filled(Drafter(drafter.config), lambda name: _drafter_source(drafter, target, name))
             checks += parity.check_drafter(folder / f"{names.DRAFTER}.onnx", module, drafter.config, precision)
     if drafter is not None and refiner is not None:
-        with progress.step("Checking refiner"):
+        with progress.step("Checking refiner", expected_s=1 + num_parameters(refiner.weights) / 2e7):
             head = _filled(
                 Refiner(refiner.config, drafter.config.first_slot),
                 lambda name: _refiner_source(refiner, drafter, name),
             )
             checks += parity.check_refiner(folder / f"{names.REFINER}.onnx", head, precision)
+    return checks
+
+
+def _check_decomposed(
+    trio: Trio, precision: str, stage: Path, graphs: Graphs, progress: Progress
+) -> list[parity.Check]:
+    vocab_size = trio.target.config.vocab_size
+    block = trio.drafter.config.block_size if trio.drafter else 1
+    checks = []
+    for role, graph in graphs.items():
+        with progress.step(f"Checking the decomposed {role}"):
+            native = stage / GRAPHS_FOLDER / f"{role}.onnx"
+            checks.append(check_lowering(role, native, stage / graph.file, vocab_size, block, precision))
     return checks
 
 

@@ -12,7 +12,8 @@ two slots at different positions, rows overwritten after a rejection, only some 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,23 +88,28 @@ class GraphRunner:
 
 
 def relative_error(got: Tensor, expected: Tensor) -> float:
-    """|got - expected| / |expected|, Frobenius norms in float64."""
+    """|got - expected| / |expected|, Frobenius norms in float64; infinite if any number is a NaN."""
     got, expected = got.double(), expected.double()
-    return float((got - expected).norm() / expected.norm().clamp_min(1e-30))
+    error = float((got - expected).norm() / expected.norm().clamp_min(1e-30))
+    return math.inf if math.isnan(error) else error  # `max` over several calls would lose a NaN
 
 
 def token_mismatch(
-    got: Tensor, logits: Tensor, tolerance: float, to_target: Callable[[Tensor], Tensor] = lambda rows: rows
+    calls: Sequence[tuple[Tensor, Tensor]],
+    tolerance: float,
+    to_target: Callable[[Tensor], Tensor] = lambda rows: rows,
 ) -> float:
-    """Share of tokens that differ from argmax(`logits`), near-ties left out.
+    """Share of tokens that differ from the argmax of their logits over all `calls`, near-ties left out.
 
-    A near-tie has its best two logits closer than ten tolerances times the spread of the row. `to_target` maps
-    rows of a reduced draft vocabulary to the target's ids, in which `got` speaks.
+    A near-tie has its best two logits closer than ten tolerances times the spread of the row; infinite if nothing
+    else was there to compare. `to_target` maps rows of a reduced draft vocabulary to the target's ids, in which the
+    tokens speak.
     """
+    got, logits = (torch.cat([call[i].flatten(0, 1) for call in calls]) for i in range(2))
     best = logits.float().topk(2, dim=-1).values
     clear = (best[..., 0] - best[..., 1]) > tolerance * logits.float().std(-1) * 10
     wrong = (got != to_target(logits.argmax(-1))) & clear
-    return float(wrong.sum() / clear.sum().clamp_min(1))
+    return float(wrong.sum() / clear.sum()) if clear.any() else math.inf
 
 
 def check_target(
@@ -116,18 +122,19 @@ def check_target(
     graph = GraphRunner(path)
     graph(input_ids=ids[:, :16].flip(1), write_index=torch.tensor([0, 0]))  # rows a rejection leaves behind
     calls = [(0, 0, 16), (16, 12, 8), (20, 20, 1)]  # where each of the two slots writes, and how many rows
-    errors, mismatches, rows = [], [], 0
+    errors, tokens, rows = [], [], 0
     for first, second, length in calls:
         starts = torch.tensor([first, second])
         span = starts[:, None] + torch.arange(length)
         out = graph(input_ids=ids.gather(1, span), write_index=starts)
         rows += 2 * length
-        mismatches.append(token_mismatch(out[names.NEXT_TOKEN], _rows(logits, span), tolerance))
+        tokens.append((out[names.NEXT_TOKEN], _rows(logits, span)))
         if taps:
             errors.append(relative_error(out[names.TARGET_HIDDEN], _rows(hidden, span)))
         if names.LOGITS in out:
             errors.append(relative_error(out[names.LOGITS], _rows(logits, span)))
-    checks = [Check(names.TARGET, against, "share of wrong tokens", max(mismatches), 0.0, rows)]
+    share = token_mismatch(tokens, tolerance)
+    checks = [Check(names.TARGET, against, "share of wrong tokens", share, 0.0, rows)]
     if errors:
         checks.append(Check(names.TARGET, against, "relative error", max(errors), tolerance, rows))
     return [check.require() for check in checks]
@@ -152,7 +159,7 @@ def check_drafter(path: Path, module: Drafter, config: DrafterConfig, precision:
     shape = (2, decoder.num_kv_heads, _CAPACITY, decoder.head_dim)
     cache = [torch.zeros(shape) for _ in range(2 * decoder.num_layers)]
     width = len(config.target_layer_ids) * config.target_hidden_size
-    errors, mismatches, rows = [], [], 0
+    errors, tokens, rows = [], [], 0
     written = torch.tensor([0, 0])
     for num_rows, committed, slots in (
         (12, (12, 7), config.block_size),
@@ -171,11 +178,12 @@ def check_drafter(path: Path, module: Drafter, config: DrafterConfig, precision:
         out = graph(**feeds)
         rows += 2 * slots
         written = written + torch.tensor(committed)
-        mismatches.append(token_mismatch(out[names.DRAFT_TOKENS], logits, tolerance, module.vocab))
+        tokens.append((out[names.DRAFT_TOKENS], logits))
         if names.DRAFT_HIDDEN in out:
             errors.append(relative_error(out[names.DRAFT_HIDDEN], hidden))
             errors.append(relative_error(out[names.DRAFT_LOGITS], logits))
-    checks = [Check(names.DRAFTER, "the PyTorch module", "share of wrong tokens", max(mismatches), 0.0, rows)]
+    share = token_mismatch(tokens, tolerance, module.vocab)
+    checks = [Check(names.DRAFTER, "the PyTorch module", "share of wrong tokens", share, 0.0, rows)]
     if errors:
         checks.append(Check(names.DRAFTER, "the PyTorch module", "relative error", max(errors), tolerance, rows))
     return [check.require() for check in checks]
@@ -193,14 +201,15 @@ def check_refiner(path: Path, module: Refiner, precision: str) -> list[Check]:
         names.PREVIOUS: torch.tensor([3, 0]),
         names.DRAFT_HIDDEN: torch.randn(2, config.block_size, config.hidden_size, generator=generator),
     }
-    mismatches = []
+    calls = []
     for _ in range(2):
         with torch.inference_mode():
             logits = module(*feeds.values())
         tokens = graph(**feeds)[names.REFINED_TOKENS]
-        mismatches.append(token_mismatch(tokens, logits, tolerance, module.vocab))
+        calls.append((tokens, logits))
         feeds[names.DRAFT_TOKENS] = tokens
-    check = Check(names.REFINER, "the PyTorch module", "share of wrong tokens", max(mismatches), 0.0, 4 * drafts)
+    share = token_mismatch(calls, tolerance, module.vocab)
+    check = Check(names.REFINER, "the PyTorch module", "share of wrong tokens", share, 0.0, 4 * drafts)
     return [check.require()]
 
 

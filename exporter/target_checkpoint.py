@@ -28,6 +28,20 @@ from xpress_export.exporter.weights import AGAIN, GgufFile, GgufWeights, Safeten
 
 SUPPORTED = "supported are dense llama, mistral, qwen2 and qwen3 models"
 GGUF_FAMILIES = ("llama", "qwen2", "qwen3")  # Mistral files say `llama`
+# What decides the text side of a bundle; part of the digest, so that another template makes another bundle.
+TEXT_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "tiktoken.model",
+)
 EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
 GGUF_KEYS = {
     "hidden_size": "embedding_length",
@@ -49,7 +63,7 @@ class TargetCheckpoint:
     weights: Hugging Face names (`model.embed_tokens.weight`, ...); no `lm_head.weight` if `config.tied_head`.
     stop_token_ids: ids that end generation, from the checkpoint's own settings; may be empty.
     raw_config: the settings under Hugging Face's names, as `transformers_config` takes them.
-    digest: sha256 of `files`, the configuration and weight files that were read.
+    digest: sha256 of `files`: configuration, tokenizer and weights.
     """
 
     config: DecoderConfig
@@ -100,7 +114,8 @@ def _read_folder(source: str, folder: Path) -> TargetCheckpoint:
     weights = _without_derived(SafetensorsWeights(folder), config)
     check_tensors(weights, target_shapes(config), f"{family} target")
     generation = folder / "generation_config.json"
-    files = (path, *([generation] if generation.is_file() else []), *weight_files(folder))
+    optional = (generation, *(folder / name for name in TEXT_FILES))
+    files = (path, *(file for file in optional if file.is_file()), *weight_files(folder))
     return TargetCheckpoint(
         config=config,
         weights=weights,

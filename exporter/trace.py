@@ -97,9 +97,11 @@ def trace(module: nn.Module, inputs: Sequence[Binding | list[Binding]], outputs:
         if program is None:
             raise ExportError("torch.onnx.export returned no program")
         model = program.model
-        _declare_dims(model, flat)
+        ours = _declare_inputs(model, flat)
+        _declare_outputs(model, ours)
         _forget_values(model)
         _tidy(model)
+        _declare_outputs(model, ours)  # an output that was a no-op away from another value now has that one's shape
     return model
 
 
@@ -108,8 +110,8 @@ def _dims(binding: Binding) -> dict[int, Any]:
     return dict.fromkeys(binding.dims, torch.export.Dim.DYNAMIC)
 
 
-def _declare_dims(model: ir.Model, bindings: Sequence[Binding]) -> None:
-    """Give every dynamic dimension of inputs and outputs our symbol instead of the tracer's."""
+def _declare_inputs(model: ir.Model, bindings: Sequence[Binding]) -> dict[str, str]:
+    """Give every dynamic dimension of the inputs our symbol; returns ours by the tracer's."""
     ours: dict[str, str] = {}
     for value, binding in zip(model.graph.inputs, bindings, strict=True):
         assert value.shape is not None
@@ -117,6 +119,10 @@ def _declare_dims(model: ir.Model, bindings: Sequence[Binding]) -> None:
         for axis, symbol in binding.dims.items():
             ours[str(value.shape[axis])] = sizes[axis] = symbol
         value.shape = ir.Shape(sizes)
+    return ours
+
+
+def _declare_outputs(model: ir.Model, ours: dict[str, str]) -> None:
     for value in model.graph.outputs:
         assert value.shape is not None
         value.shape = ir.Shape([d if isinstance(d, int) else _translate(str(d), ours) for d in value.shape])

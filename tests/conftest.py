@@ -5,6 +5,8 @@
     stories           session   token sequences that transformers' greedy `generate` wrote, near-ties excluded
     tiny_bundle       session   the trio exported: the only place where three graphs are traced and checked
     scripted_bundle   session   factory: a copy of it that drafts what a table says, other settings as asked
+    trio_maker        session   writes other tiny trios
+    re_export         test      `export`, which traces each graph once per session
 
 A random model of ordinary scale repeats one token. This one has large weights and sharp attention, so that its
 output depends on every earlier token and visits a third of the vocabulary.
@@ -16,7 +18,7 @@ import dataclasses
 import functools
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +35,7 @@ from xpress_export import names
 from xpress_export.exporter import export as export_module
 from xpress_export.exporter import graphs
 from xpress_export.exporter.configs import DecoderConfig, DrafterConfig, RefinerConfig, RopeConfig
-from xpress_export.exporter.export import ExportOptions, export
+from xpress_export.exporter.export import Exported, ExportOptions, export
 from xpress_export.exporter.formats import write_drafter, write_refiner
 from xpress_export.exporter.modules import Drafter, Refiner
 from xpress_export.manifest import GRAPHS_FOLDER, TOKENIZER_FOLDER, read_manifest, record_files, write_manifest
@@ -142,81 +144,101 @@ def write_target(folder: Path, **changes: Any) -> Any:
     return model
 
 
-def drafter_config(**changes: Any) -> DrafterConfig:
-    """Layer 0 slides (causal inside the block, window of 24), layer 1 is full and bidirectional."""
-    decoder = DecoderConfig(
-        family="qwen3",
-        hidden_size=HIDDEN,
-        intermediate_size=64,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=HEAD_DIM,
-        vocab_size=VOCAB,
-        rms_norm_eps=1e-6,
-        rope=RopeConfig(inv_freq=tuple(THETA ** (-2 * i / HEAD_DIM) for i in range(HEAD_DIM // 2))),
-        max_positions=640,
-        tied_head=False,
-        qk_norm=True,
-        layer_windows=(24, None),
-    )
-    config = DrafterConfig(
-        decoder=decoder,
-        block_size=BLOCK,
-        mask_token_id=MASK,
-        target_layer_ids=TAPS,
-        target_hidden_size=HIDDEN,
-        first_slot=1,
-        causal_layers=(True, False),
-        num_target_layers=3,
-    )
-    return dataclasses.replace(config, **changes)
+class TrioMaker:
+    """Writes tiny checkpoints that fit each other."""
 
+    @staticmethod
+    def target(folder: Path, **changes: Any) -> Any:
+        """A target with its tokenizer; returns transformers' model. changes: keys of the config."""
+        return write_target(folder, **changes)
 
-def refiner_config(kind: str) -> RefinerConfig:
-    return RefinerConfig(
-        kind=kind,
-        rank=RANK,
-        hidden_size=HIDDEN,
-        vocab_size=VOCAB,
-        draft_vocab_size=VOCAB,
-        block_size=BLOCK,
-        num_passes=3,
-        mlp_hidden=2 * RANK,
-    )
+    @staticmethod
+    def drafter_config(decoder: Mapping[str, Any] | None = None, **changes: Any) -> DrafterConfig:
+        """Layer 0 slides (causal inside the block, a window of 24), layer 1 is full and bidirectional."""
+        body = DecoderConfig(
+            family="qwen3",
+            hidden_size=HIDDEN,
+            intermediate_size=64,
+            num_layers=2,
+            num_heads=4,
+            num_kv_heads=2,
+            head_dim=HEAD_DIM,
+            vocab_size=VOCAB,
+            rms_norm_eps=1e-6,
+            rope=RopeConfig(inv_freq=tuple(THETA ** (-2 * i / HEAD_DIM) for i in range(HEAD_DIM // 2))),
+            max_positions=640,
+            tied_head=False,
+            qk_norm=True,
+            layer_windows=(24, None),
+        )
+        config = DrafterConfig(
+            decoder=dataclasses.replace(body, **(decoder or {})),
+            block_size=BLOCK,
+            mask_token_id=MASK,
+            target_layer_ids=TAPS,
+            target_hidden_size=HIDDEN,
+            first_slot=1,
+            causal_layers=(True, False),
+            num_target_layers=3,
+        )
+        return dataclasses.replace(config, **changes)
 
+    @staticmethod
+    def drafter(folder: Path, config: DrafterConfig, target: Any, d2t: torch.Tensor | None = None) -> Drafter:
+        """A drafter folder; returns the eager module, which borrows embedding and head of `target`.
 
-def write_random_drafter(folder: Path, config: DrafterConfig, target: Any) -> Drafter:
-    """A drafter folder; returns the eager module, which borrows embedding and head of `target`."""
-    module = Drafter(config).eval()
-    randomize(module, seed=1, std=0.2)
-    borrowed = {"embed_tokens.weight", "lm_head.weight"}
-    tensors = {name: t for name, t in module.state_dict().items() if name not in borrowed}
-    write_drafter(folder, config, tensors, {"rope_theta": THETA, "rope_type": "default"})
-    module.embed_tokens.weight.data = target.model.embed_tokens.weight.data
-    module.lm_head.weight.data = target.lm_head.weight.data
-    return module
+        d2t: int64 [Vd], target id minus draft id of a reduced vocabulary, whose head is rows of the target's.
+        """
+        module = Drafter(config).eval()
+        randomize(module, seed=1, std=0.2)
+        head = target.lm_head.weight.data
+        if d2t is not None:
+            module.vocab.target_ids = d2t + torch.arange(len(d2t))
+            head = head[module.vocab.target_ids]
+        module.embed_tokens.weight.data, module.lm_head.weight.data = target.model.embed_tokens.weight.data, head
+        borrowed = {"embed_tokens.weight", "lm_head.weight", "vocab.target_ids"}
+        tensors = {name: t for name, t in module.state_dict().items() if name not in borrowed}
+        tensors |= {} if d2t is None else {"d2t": d2t}
+        write_drafter(folder, config, tensors, {"rope_theta": THETA, "rope_type": "default"})
+        return module
 
-
-def write_random_refiner(folder: Path, kind: str) -> None:
-    """A refiner folder, with weights so large that the head often overrules the drafter."""
-    module = Refiner(refiner_config(kind))
-    randomize(module, seed=2, std=0.4)
-    write_refiner(folder, module.config, module.state_dict())
+    @staticmethod
+    def refiner(folder: Path, kind: str, first_slot: int = 1, draft_vocab_size: int = VOCAB) -> None:
+        """A refiner folder, with weights so large that the head often overrules the drafter."""
+        config = RefinerConfig(
+            kind=kind,
+            rank=RANK,
+            hidden_size=HIDDEN,
+            vocab_size=VOCAB,
+            draft_vocab_size=draft_vocab_size,
+            block_size=BLOCK,
+            num_passes=3,
+            mlp_hidden=2 * RANK,
+        )
+        module = Refiner(config, first_slot)
+        randomize(module, seed=2, std=0.4)
+        tensors = {name: t for name, t in module.state_dict().items() if name != "vocab.target_ids"}
+        write_refiner(folder, config, tensors, first_slot)
 
 
 @pytest.fixture(scope="session")
-def tiny_trio(tmp_path_factory: pytest.TempPathFactory) -> Trio:
+def trio_maker() -> TrioMaker:
+    """Writer of other tiny trios."""
+    return TrioMaker()
+
+
+@pytest.fixture(scope="session")
+def tiny_trio(trio_maker: TrioMaker, tmp_path_factory: pytest.TempPathFactory) -> Trio:
     """The checkpoints on disk."""
     root = tmp_path_factory.mktemp("trio")
-    model = write_target(root / "target")
+    model = trio_maker.target(root / "target")
     for kind in ("xpress", "markov"):
-        write_random_refiner(root / kind, kind)
+        trio_maker.refiner(root / kind, kind)
     return Trio(
         target=root / "target",
         model=model,
         drafter=root / "drafter",
-        drafter_module=write_random_drafter(root / "drafter", drafter_config(), model),
+        drafter_module=trio_maker.drafter(root / "drafter", trio_maker.drafter_config(), model),
         refiner=root / "xpress",
         markov=root / "markov",
     )
@@ -279,6 +301,13 @@ class TraceOnce:
 def trace_once() -> TraceOnce:
     """Tracing takes seconds; tests that export the same models again do not repeat it."""
     return TraceOnce()
+
+
+@pytest.fixture
+def re_export(trace_once: TraceOnce, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Exported]:
+    """`export`, without tracing again what this session has traced."""
+    trace_once.install(monkeypatch)
+    return export
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,7 @@ import json
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -109,8 +110,8 @@ def make_data(options: DataOptions, progress: Progress | None = None) -> DataRes
 
 
 def _prompts(options: DataOptions, tokenizer: ChatTokenizer) -> tuple[list[Prompt], int]:
-    rows = [row for path in options.prompts for row in read_prompts(Path(path))]
-    found = [Prompt(source, tokenizer.encode(text)) for source, text in rows[: options.limit]]
+    rows = [row for path in options.prompts for row in islice(read_prompts(Path(path)), options.limit)]
+    found = [Prompt(source, tokenizer.encode(text)) for source, text in rows]
     kept = [prompt for prompt in found if len(prompt.ids) <= options.max_prompt_tokens]
     if not kept:
         raise TrainingError(f"no prompt of {', '.join(options.prompts)} fits max_prompt_tokens")

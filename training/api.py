@@ -27,7 +27,7 @@ from xpress_export.exporter.target_checkpoint import TargetCheckpoint, read_targ
 from xpress_export.progress import Progress, Silent
 from xpress_export.training.answers import make_data
 from xpress_export.training.blocks import Sample
-from xpress_export.training.config import DataOptions, TrainOptions
+from xpress_export.training.config import DataOptions, TrainOptions, read_train_options
 from xpress_export.training.devices import COMPUTE_DTYPES, pick_device
 from xpress_export.training.errors import TrainingError
 from xpress_export.training.evaluate import Tally, as_json, evaluate
@@ -49,11 +49,14 @@ from xpress_export.training.store import DataReader
 from xpress_export.training.target_runner import TargetRunner, load_target
 
 __all__ = [
+    "DataOptions",
     "EvalOptions",
     "EvalReport",
+    "TrainOptions",
     "TrainResult",
     "evaluate_trio",
     "make_data",
+    "read_train_options",
     "train_drafter",
     "train_joint",
     "train_refiner",

@@ -166,6 +166,7 @@ class DataOptions:
     """The target's own answers. prompts: JSONL files with `prompt` or `turns` in each row.
 
     target_layer_ids: layers to tap, empty for the `num_taps` a z-lab drafter taps. temperature 0: greedy.
+    limit: at most so many prompts of each file. wave: answers at once.
     store_features: keep the taps on disk (2 (K+1) E bytes per token) instead of running the target while training.
     """
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from xpress_export.errors import MissingDependencyError
 from xpress_export.progress import Progress
 from xpress_export.training.blocks import BlockBatch, Sample, build_batch, draw_anchors
 from xpress_export.training.config import RunOptions, TrainOptions
@@ -102,11 +103,9 @@ class Loop:
 
     def run(self) -> LoopResult:
         """Train up to `run.steps`, going on from the run's checkpoint if there is one."""
-        from accelerate import Accelerator
-
+        accelerator = _accelerator()
         out, run = Path(self.options.out), self.options.run
         out.mkdir(parents=True, exist_ok=True)
-        accelerator = Accelerator()
         optimizers = make_optimizers(self.objective, run)
         start = self._resume(out, optimizers)
         model = accelerator.prepare(self.objective.to(accelerator.device))
@@ -202,6 +201,14 @@ class Loop:
         return ((name, p) for name, p in self.objective.named_parameters() if p.requires_grad)
 
 
+def _accelerator() -> Any:
+    try:
+        from accelerate import Accelerator
+    except ImportError as err:
+        raise MissingDependencyError("accelerate", "train", "train") from err
+    return Accelerator()
+
+
 def _rate(run: RunOptions, step: int) -> float:
     if run.schedule == "stable":
         return stable_rate(step, run.steps, run.warmup, run.decay_fraction)
@@ -212,7 +219,7 @@ def _to_tensorboard(out: Path, line: dict[str, Any]) -> None:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as err:
-        raise TrainingError("report.tensorboard needs the package tensorboard; pip install tensorboard") from err
+        raise MissingDependencyError("tensorboard", "draw training curves", "train") from err
     with SummaryWriter(str(out / "tensorboard")) as writer:
         for name, value in line.items():
             if isinstance(value, (int, float)) and name != "step":

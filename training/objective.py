@@ -81,6 +81,7 @@ class Objective(nn.Module):
     ) -> None:
         super().__init__()
         self.drafter, self.refiner, self.options = drafter, refiner, options
+        self._frozen: dict[str, Tensor] = {}
         self.w2: nn.Parameter | None = None
         if refiner is not None:  # its last product belongs to the loss, which keeps nothing of vocabulary size
             self.w2 = nn.Parameter(refiner.w2.weight.detach().clone())
@@ -102,8 +103,16 @@ class Objective(nn.Module):
 
     def forward(self, batch: BlockBatch, anchor_weight: float) -> StepLoss:
         """The loss of one batch; `anchor_weight` is that of the bare drafter beside a head."""
-        weights = {name: p.to(self.dtype) for name, p in self.named_parameters()}
+        weights = {name: self._low_precision(name, p) for name, p in self.named_parameters()}
         return functional_call(_Cast(self), weights_of(weights), (batch, anchor_weight))  # type: ignore[no-any-return]
+
+    def _low_precision(self, name: str, parameter: nn.Parameter) -> Tensor:
+        """`parameter` in `dtype`; what is frozen is cast once."""
+        if parameter.requires_grad or parameter.dtype == self.dtype:
+            return parameter.to(self.dtype)
+        if name not in self._frozen:
+            self._frozen[name] = parameter.detach().to(self.dtype)
+        return self._frozen[name]
 
     def compute(self, batch: BlockBatch, anchor_weight: float) -> StepLoss:
         """`forward` in the precision the parameters have now."""

@@ -131,8 +131,10 @@ class TargetRunner:
             hidden = hidden + attended(layer.self_attn, normed, rope, i, attend)
             hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
             taps[i] = hidden
+        final = model.norm(hidden)
+        taps[self.config.num_layers - 1] = final  # a tap of the last layer is its normalised state, as in `Target`
         features = torch.cat([taps[i] for i in self.target.target_layer_ids], dim=-1)
-        return States(features, model.norm(hidden))
+        return States(features, final)
 
 
 def attended(attention: Attention, normed: Tensor, rope: tuple[Tensor, Tensor], layer: int, attend: Attend) -> Tensor:

@@ -7,14 +7,12 @@ Results go to stdout, progress and logs to stderr. Exit 0: done; 1: an error of 
 from __future__ import annotations
 
 import io
-import itertools
 import json
 import logging
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -23,9 +21,12 @@ from rich.text import Text
 
 from xpress_export import console as ui
 from xpress_export import names, platforms, presets
+from xpress_export.cli_engines import COMMANDS as ENGINE_COMMANDS
+from xpress_export.cli_engines import device_command, print_engine
 from xpress_export.cli_eval import evaluate_command
+from xpress_export.cli_generate import generate_command, warn_untrained
+from xpress_export.cli_train import train
 from xpress_export.errors import XpressExportError
-from xpress_export.progress import Advance
 
 err = ui.make_console(stderr=True)
 out = ui.make_console()
@@ -34,9 +35,6 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 PROGRAM = "xpress-export"
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True}
-# What a terminal would obey rather than show, as the signs that Unicode has for it; tabs and line ends stay.
-_VISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"}
-_VISIBLE |= {0x7F: 0x2421, **dict.fromkeys(range(0x80, 0xA0), 0xFFFD)}
 
 
 def _set_verbosity(ctx: click.Context, _: click.Parameter, count: int) -> None:
@@ -61,25 +59,14 @@ class _Group(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
 
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        commands = [(name, self.commands[name]) for name in self.list_commands(ctx)]
+        with formatter.section("Commands"):  # each with the whole first sentence of its help
+            formatter.write_dl([(name, command.get_short_help_str(limit=1000)) for name, command in commands])
+
     def add_command(self, cmd: click.Command, name: str | None = None) -> None:
         cmd.params.append(_verbose_option())
         super().add_command(cmd, name)
-
-
-class _Utf8(click.ParamType[str]):
-    """Text; an argument of other bytes than UTF-8 is refused."""
-
-    name = "text"
-
-    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        try:
-            value.encode("utf-8")
-        except UnicodeEncodeError:
-            self.fail("is not UTF-8", param, ctx)
-        return value
-
-
-UTF8 = _Utf8()
 
 
 @click.group(cls=_Group, context_settings=CONTEXT, params=[_verbose_option()])
@@ -110,10 +97,10 @@ def build_options(command: Command) -> Command:
         ),
         click.option(
             "--platform",
-            type=click.Choice(sorted(platforms.PLATFORMS)),
+            type=click.Choice(list(platforms.PLATFORMS)),
             default="cpu",
             metavar="P",
-            help="Where the bundle is to run.",
+            help="Where the bundle is to run; see `xpress-export platforms`.",
         ),
         click.option(
             "--precision",
@@ -126,6 +113,12 @@ def build_options(command: Command) -> Command:
             type=click.IntRange(min=2),
             metavar="N",
             help="Tokens of prompt and answer together.  [default: what the target was made for]",
+        ),
+        click.option(
+            "--lowering",
+            type=click.Choice(["auto", *platforms.LOWERINGS]),
+            default="auto",
+            help="decomposed: add graphs for an older TensorRT; auto: where the platform has one.",
         ),
         click.option("--logits", is_flag=True, help="Let the target graph output its logits too."),
         click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder of the bundle."),
@@ -156,6 +149,10 @@ def export(**options: Any) -> None:
     _export(**options)
 
 
+cli.add_command(generate_command)
+cli.add_command(evaluate_command)
+
+
 def _export(
     target: str | None,
     drafter: str | None,
@@ -164,6 +161,7 @@ def _export(
     platform: str,
     precision: str,
     max_context: int | None,
+    lowering: str,
     logits: bool,
     out: Path,
 ) -> None:
@@ -185,9 +183,17 @@ def _export(
         precision=precision,
         max_context=max_context,
         with_logits=logits,
+        lowering=lowering,
     )
     done = exporter.export(options, out, progress)
     _report_bundle(out, done.manifest, done.reused)
+    if platform != platforms.CPU:
+        _say_what_the_device_does(out, platform)
+
+
+def _say_what_the_device_does(folder: Path, platform: str) -> None:
+    err.print(f"\nEngines are built where TensorRT for {platform} is installed. On the device, run:")
+    out.print(f"  {device_command(folder, platform)}")
 
 
 def _report_bundle(folder: Path, manifest: Any, reused: bool) -> None:
@@ -199,199 +205,23 @@ def _report_bundle(folder: Path, manifest: Any, reused: bool) -> None:
     if not reused:
         out.print()
         out.print(parity_table(manifest))
-    _warn_untrained(manifest)
-
-
-def _warn_untrained(manifest: Any) -> None:
-    if manifest.draft is not None and not manifest.draft.trained:
-        err.print(
-            "The drafter of this bundle is untrained: it drafts nothing useful and only costs time.", style="yellow"
-        )
-
-
-@cli.command()
-@click.argument("bundle", type=click.Path(path_type=Path))
-@click.argument("stdin", required=False, type=click.Choice(["-"]), metavar="[-]")
-@click.option("--prompt", type=UTF8, metavar="TEXT", help="The prompt.")
-@click.option("--prompt-file", type=click.Path(path_type=Path), metavar="F", help="Read the prompt from a UTF-8 file.")
-@click.option(
-    "--chat/--raw",
-    default=None,
-    help="Apply the chat template, or continue the text as it is.  [default: chat if the model has a template]",
-)
-@click.option("--system", type=UTF8, metavar="TEXT", help="System message, with the chat template.")
-@click.option(
-    "--max-new-tokens",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="At most N tokens.  [default: until the context is full]",
-)
-@click.option(
-    "--mode",
-    type=click.Choice(names.MODES),
-    help="Plain decoding, drafter, or drafter and refiner; the text is the same.  [default: the best the bundle has]",
-)
-@click.option(
-    "--refine-passes",
-    type=click.IntRange(min=0),
-    metavar="K",
-    help="Passes of the refiner.  [default: the bundle's]",
-)
-@click.option(
-    "--draft-tokens",
-    type=click.IntRange(min=0),
-    metavar="N",
-    help="Draft tokens verified per step.  [default: the whole block]",
-)
-@click.option("--stop", type=UTF8, multiple=True, metavar="S", help="End before this text; may be repeated.")
-@click.option("--ignore-eos", is_flag=True, help="Do not end at the model's stop tokens.")
-@click.option("--threads", type=click.IntRange(min=1), metavar="N", help="CPU threads.  [default: one per core]")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of streaming.")
-def generate(bundle: Path, **options: Any) -> None:
-    """Generate text from a bundle.
-
-    The text appears as its tokens are committed. Give the prompt as --prompt, as --prompt-file, or as `-` to read it
-    from standard input.
-    """
-    _generate(bundle, **options)
-
-
-def _generate(
-    bundle: Path,
-    stdin: str | None,
-    prompt: str | None,
-    prompt_file: Path | None,
-    chat: bool | None,
-    system: str | None,
-    max_new_tokens: int | None,
-    mode: str | None,
-    refine_passes: int | None,
-    draft_tokens: int | None,
-    stop: tuple[str, ...],
-    ignore_eos: bool,
-    threads: int | None,
-    as_json: bool,
-) -> None:
-    from xpress_export.runtime import SamplingParams
-
-    text = _prompt_text(stdin, prompt, prompt_file)
-    params = SamplingParams(
-        max_new_tokens=max_new_tokens,
-        mode=mode,
-        refine_passes=refine_passes,
-        num_draft_tokens=draft_tokens,
-        stop=stop,
-        ignore_eos=ignore_eos,
-    )
-    progress = ui.ConsoleProgress(err, transient=True)
-    with _open_runtime(bundle, threads, progress) as runtime:
-        ids = _prompt_ids(runtime, text, chat, system)
-        logger.info("the prompt has %d tokens, mode %s", len(ids), mode or runtime.modes[-1])
-        logger.debug("prompt token ids: %s", ids)
-        generation = runtime.generate(ids, params)
-        chunks = _after_prefill(generation, progress)
-        if as_json:
-            _print_json(generation, chunks, progress.step("Generating", total=max_new_tokens))
-        else:
-            _stream(chunks)
-            _report_stats(bundle, runtime, generation, mode or runtime.modes[-1])
-
-
-def _open_runtime(bundle: Path, threads: int | None, progress: ui.ConsoleProgress) -> Any:
-    from xpress_export.manifest import read_manifest
-    from xpress_export.runtime import Runtime
-
-    with progress.step("Opening the bundle", total=read_manifest(bundle).num_bytes) as advance:
-        return Runtime.open(bundle, num_threads=threads, on_verify=advance)
-
-
-def _after_prefill(generation: Any, progress: ui.ConsoleProgress) -> Iterator[Any]:
-    """The chunks of `generation`, once the prompt is read."""
-    stats = generation.stats
-    with progress.step("Reading the prompt", stats.num_prompt_tokens, count=lambda: stats.num_prefilled_tokens):
-        first = next(generation)
-    return itertools.chain([first], generation)
-
-
-def _print_json(generation: Any, chunks: Iterator[Any], step: AbstractContextManager[Advance]) -> None:
-    with step as advance:
-        for chunk in chunks:
-            advance(len(chunk.token_ids))
-    fields = {"text": generation.text, "token_ids": generation.token_ids, "finish_reason": generation.finish_reason}
-    is_unicode = (sys.stdout.encoding or "").lower().startswith("utf")
-    _write(json.dumps({**fields, "stats": generation.stats.to_dict()}, ensure_ascii=not is_unicode) + "\n")
-
-
-def _stream(chunks: Iterator[Any]) -> None:
-    on_terminal = sys.stdout.isatty()
-    try:
-        for chunk in chunks:
-            _write(chunk.text.translate(_VISIBLE) if on_terminal else chunk.text)
-    finally:
-        _write("\n")
-
-
-def _write(text: str) -> None:
-    """Result text as it is; `click.echo` would drop what looks like a colour."""
-    sys.stdout.write(text)
-    sys.stdout.flush()
-
-
-def _prompt_text(stdin: str | None, prompt: str | None, prompt_file: Path | None) -> str:
-    given = [source for source in (stdin, prompt, prompt_file) if source is not None]
-    if len(given) != 1:
-        raise click.UsageError("give the prompt once: --prompt TEXT, --prompt-file F, or - for standard input")
-    text, where = prompt, "the command line"
-    if text is None:
-        where = "standard input" if prompt_file is None else str(prompt_file)
-        text = _read_prompt(prompt_file, where)
-    if not text:
-        raise click.UsageError(f"the prompt from {where} is empty")
-    return text
-
-
-def _read_prompt(file: Path | None, where: str) -> str:
-    if file is None and sys.stdin.isatty():
-        err.print("Type the prompt, then Enter and Ctrl-D.", style="dim")
-    try:
-        data = sys.stdin.buffer.read() if file is None else file.read_bytes()
-        return data.decode("utf-8")
-    except OSError as error:
-        raise click.UsageError(f"cannot read the prompt from {where}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise click.UsageError(f"the prompt from {where} is not UTF-8 (byte {error.start})") from error
-
-
-def _prompt_ids(runtime: Any, text: str, chat: bool | None, system: str | None) -> list[int]:
-    if chat is None:
-        chat = runtime.codec.config.chat_template is not None
-    if not chat:
-        if system is not None:
-            raise click.UsageError("--system needs the chat template; leave out --raw")
-        return runtime.codec.encode(text)  # type: ignore[no-any-return]
-    messages = [{"role": "system", "content": system}] if system is not None else []
-    return runtime.codec.encode_chat([*messages, {"role": "user", "content": text}])  # type: ignore[no-any-return]
-
-
-def _report_stats(bundle: Path, runtime: Any, generation: Any, mode: str) -> None:
-    stats = generation.stats
-    why = "ended by itself" if generation.finish_reason == "stop" else "limit reached"
-    speed = f", {stats.tokens_per_s:.1f} tokens/s, tau {stats.tau:.2f} (tokens per target step)"
-    err.print(f"\n{stats.num_generated_tokens} tokens ({why}){speed if stats.num_verify_steps else ''}", style="dim")
-    err.print(f"mode {mode}, executed on CPU, bundle {bundle}", style="dim")
-    if mode != names.MODE_TARGET:
-        _warn_untrained(runtime.manifest)
+    warn_untrained(manifest)
 
 
 @cli.command()
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.option("--verify", is_flag=True, help="Also check every file against its recorded hash.")
+@click.option("--engine", type=click.Choice(names.ROLES), help="Show one engine instead: layers, precision, memory.")
+@click.option("--platform", metavar="P", help="Which platform's engine, where there are several.")
 @click.option("--json", "as_json", is_flag=True, help="Print the manifest as JSON.")
-def inspect(bundle: Path, verify: bool, as_json: bool) -> None:
+def inspect(bundle: Path, verify: bool, engine: str | None, platform: str | None, as_json: bool) -> None:
     """Show what is in a bundle.
 
     Its models, graphs with inputs and outputs, sizes, types, and where all of it comes from.
     """
+    if engine is not None:
+        print_engine(bundle, engine, platform, as_json)
+        return
     from xpress_export.manifest import read_manifest, verify_files
 
     manifest = read_manifest(bundle)
@@ -399,7 +229,7 @@ def inspect(bundle: Path, verify: bool, as_json: bool) -> None:
         with ui.ConsoleProgress(err, transient=True).step("Checking files", total=manifest.num_bytes) as advance:
             verify_files(bundle, manifest, advance)
     if as_json:
-        _write(manifest.to_json())
+        ui.write(manifest.to_json())
         return
     from xpress_export.inspection import describe
 
@@ -421,18 +251,21 @@ def doctor(as_json: bool) -> None:
 
     facts = examine()
     if as_json:
-        _write(json.dumps(facts, indent=2) + "\n")
+        ui.write(json.dumps(facts, indent=2) + "\n")
         return
     for section in describe_machine(facts):
         out.print(section)
 
 
-cli.add_command(evaluate_command)
+for other_command in (train, *ENGINE_COMMANDS):
+    cli.add_command(other_command)
 
 
 def main() -> NoReturn:
     """Entry point: every error of ours becomes one message and exit code 1."""
-    signal.signal(signal.SIGTERM, _interrupt)
+    for number in (signal.SIGTERM, signal.SIGALRM):
+        signal.signal(number, _interrupt)
+    sys.unraisablehook = _interrupt_again
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # an old locale shows a question mark rather than failing
@@ -466,3 +299,11 @@ def _report_error(error: Exception) -> int:
 
 def _interrupt(_signal: int, _frame: object) -> None:
     raise KeyboardInterrupt
+
+
+def _interrupt_again(dropped: Any) -> None:
+    """Python drops an interrupt that comes while an object is being cleaned up: have it come again a little later."""
+    if issubclass(dropped.exc_type, KeyboardInterrupt):
+        signal.setitimer(signal.ITIMER_REAL, 0.01)
+    else:
+        sys.__unraisablehook__(dropped)

@@ -33,8 +33,12 @@ def train() -> None:
 @click.option("--max-new-tokens", default=256, show_default=True, type=click.IntRange(min=2), metavar="N")
 @click.option("--temperature", default=0.0, show_default=True, type=click.FloatRange(min=0), help="0: greedy.")
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="At most N prompts of each file.")
-@click.option("--batch", default=64, show_default=True, type=click.IntRange(min=1), metavar="N", help="Answers at once.")
-@click.option("--store-features/--no-store-features", default=True, show_default=True, help="Keep hidden states on disk.")
+@click.option(
+    "--batch", default=64, show_default=True, type=click.IntRange(min=1), metavar="N", help="Answers at once."
+)
+@click.option(
+    "--store-features/--no-store-features", default=True, show_default=True, help="Keep hidden states on disk."
+)
 @click.option("--seed", default=0, show_default=True)
 def data(target: str, prompts: tuple[str, ...], out: str, batch: int, **options: Any) -> None:
     """Let the target answer prompts: what drafters learn from."""
@@ -49,7 +53,9 @@ def run_options(command: Command) -> Command:
     options = [
         click.option("--target", required=True, metavar="T", help="Folder, Hugging Face id or .gguf file."),
         click.option("--data", multiple=True, required=True, metavar="D", help="Folder of `train data`; repeatable."),
-        click.option("--config", type=click.Path(path_type=Path), metavar="TOML", help="Hyper-parameters.  [default: all]"),
+        click.option(
+            "--config", type=click.Path(path_type=Path), metavar="TOML", help="Hyper-parameters.  [default: all]"
+        ),
         click.option("--out", required=True, metavar="DIR", help="Folder of the run: checkpoints, then the models."),
     ]
     for option in reversed(options):

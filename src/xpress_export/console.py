@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 from collections.abc import Callable, Iterator, Sequence
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from xpress_export.progress import Advance
 
 _UNITS = ("bytes", "KB", "MB", "GB", "TB")
 _LABEL_WIDTH = 36
-_BAR_WIDTH = 16
+_BAR_WIDTH = 14
 _PIPE_WIDTH = 160
 _ALMOST = 0.97
 """Where a bar that only goes by time waits for the work to end."""
@@ -39,11 +40,19 @@ def human_bytes(num_bytes: float) -> str:
 
 
 def human_seconds(seconds: float) -> str:
-    """8 s, 2 min 05 s, 1 h 10 min."""
+    """A duration, roughly: 8 s, 12 min, 2.5 h."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+
+
+def clock(seconds: float) -> str:
+    """A duration to the second: 8 s, 2:05, 1:10:00."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
     minutes, rest = divmod(round(seconds), 60)
-    if minutes >= 60:
-        return f"{minutes // 60} h {minutes % 60:02d} min"
-    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 class _Mark(SpinnerColumn):
@@ -67,17 +76,20 @@ class _TimeLeft(ProgressColumn):
 
     max_refresh = 0.5
 
+    def __init__(self) -> None:
+        super().__init__(table_column=Column(no_wrap=True))
+
     def render(self, task: Task) -> Text:
         elapsed = task.elapsed or 0.0
         if task.finished:
             return Text(f"{elapsed:.1f} s", style="dim")
         expected, left = task.fields["expected_s"], task.time_remaining
         if expected is not None and elapsed > expected:
-            return Text(f"{human_seconds(elapsed)}, expected {human_seconds(expected)}", style="cyan")
+            return Text(f"{clock(elapsed)}, expected {human_seconds(expected)}", style="cyan")
         if expected is not None:
             left = expected - elapsed
         note = "" if left is None else f", about {human_seconds(left)} left"
-        return Text(human_seconds(elapsed) + note, style="cyan")
+        return Text(clock(elapsed) + note, style="cyan")
 
 
 class _Bars(Progress):
@@ -96,10 +108,14 @@ class _Bars(Progress):
 
 
 class ConsoleProgress:
-    """Bars on a terminal, nothing elsewhere. transient: they vanish when their step ends."""
+    """Bars on a terminal, nothing elsewhere. transient: they vanish when their step ends.
+
+    Expected durations are of an ordinary idle machine. Where steps took longer than that, later ones will too.
+    """
 
     def __init__(self, console: Console, *, transient: bool = False) -> None:
         self._console, self._transient = console, transient
+        self._taken_s = self._expected_s = 0.0
 
     @contextlib.contextmanager
     def step(
@@ -119,17 +135,28 @@ class ConsoleProgress:
             _Bar(_BAR_WIDTH),
             _TimeLeft(),
         )
+        pace = max(self._taken_s / self._expected_s, 1.0) if self._expected_s else 1.0
+        paced_s = None if expected_s is None else expected_s * pace
         if total is not None:
             total = total / _ALMOST  # what is left may be more than what counts
         elif expected_s is not None:
             total = 1.0
         with _Bars(*columns, console=self._console, transient=self._transient) as bars:
-            task = bars.add_task(label, total=total, expected_s=expected_s, count=count, failed=True)
+            task = bars.add_task(label, total=total, expected_s=paced_s, count=count, failed=True)
             try:
                 yield lambda amount: bars.advance(task, amount)
                 bars.update(task, failed=False)
             finally:
                 bars.update(task, total=1.0, completed=1.0)
+                if expected_s is not None:
+                    self._expected_s += expected_s
+                    self._taken_s += bars.tasks[0].elapsed or 0.0
+
+
+def write(text: str) -> None:
+    """Result text as it is, at once; `click.echo` would drop what looks like a colour."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
 
 
 def table(title: str | None, header: Sequence[str], rows: Sequence[Sequence[object]]) -> Table:

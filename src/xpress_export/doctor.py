@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from xpress_export.errors import MissingDependencyError
+from xpress_export.gpu import Gpu, find_gpu
 
 CAPABILITIES = {
     "run bundles on CPU": ("cpu", ("onnxruntime", "tokenizers", "numpy")),
@@ -49,7 +50,7 @@ def examine() -> dict[str, Any]:
         "disk_free_bytes": shutil.disk_usage(Path.cwd()).free,
         "packages": versions,
         "onnxruntime_providers": _providers(),
-        "gpus": _gpus(),
+        "gpus": [asdict(gpu) for gpu in _gpus()],
         "capabilities": [asdict(_capability(name, *need)) for name, need in CAPABILITIES.items()],
     }
 
@@ -101,9 +102,9 @@ def _providers() -> list[str]:
     return list(onnxruntime.get_available_providers())
 
 
-def _gpus() -> list[str]:
-    """NVIDIA GPUs the driver knows, by model name; Jetson's integrated GPU has no such entries."""
-    found = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
-    names = [line.split(":", 1)[1].strip() for p in found for line in p.read_text().splitlines() if line[:5] == "Model"]
-    tegra = Path("/etc/nv_tegra_release")
-    return names or (["Jetson (integrated)"] if tegra.exists() else [])
+def _gpus() -> list[Gpu]:
+    """The GPUs that the NVIDIA driver knows, Jetson's integrated one among them."""
+    found: list[Gpu] = []
+    while (gpu := find_gpu(len(found))) is not None:
+        found.append(gpu)
+    return found

@@ -94,12 +94,17 @@ def describe_machine(facts: Mapping[str, Any]) -> Iterator[RenderableType]:
                 "unknown" if memory is None else f"{human_bytes(memory)} free of {human_bytes(facts['memory_bytes'])}",
             ),
             ("disk", f"{human_bytes(facts['disk_free_bytes'])} free here"),
-            ("GPU", ", ".join(facts["gpus"]) or "none found"),
+            ("GPU", "; ".join(map(_gpu, facts["gpus"])) or "none found"),
             ("ONNX Runtime", ", ".join(facts["onnxruntime_providers"]) or "none usable"),
         ],
     )
     yield ""
     rows = [("yes" if c["available"] else "no", c["name"], c["fix"] or "") for c in facts["capabilities"]]
-    yield table("It can", ("", "", "to add it"), rows)
+    yield table("It can", ("", "", "to add it" if any(fix for _, _, fix in rows) else ""), rows)
     yield ""
     yield table("Packages", ("package", "version"), list(facts["packages"].items()))
+
+
+def _gpu(facts: Mapping[str, Any]) -> str:
+    driver = "" if facts["driver"] is None else f", driver {facts['driver']}"
+    return f"{facts['name']}, compute capability {facts['sm'] // 10}.{facts['sm'] % 10}{driver}"

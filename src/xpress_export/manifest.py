@@ -29,7 +29,8 @@ import stat
 import threading
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
+from dataclasses import field as declared
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +124,7 @@ class Manifest:
     draft: DraftRecord | None
     text: TextRecord
     graphs: Mapping[str, GraphRecord]
-    decomposed: Mapping[str, GraphRecord] = field(default_factory=dict)
+    decomposed: Mapping[str, GraphRecord] = declared(default_factory=dict)
     parity: tuple[ParityRecord, ...]
     engines: tuple[EngineRecord, ...] = ()
     files: tuple[FileRecord, ...]

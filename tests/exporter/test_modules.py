@@ -238,18 +238,15 @@ def test_sliding_windows_and_rope_scaling_matter_here(make_target: Any) -> None:
 
 
 def test_tap_of_layer_i_is_hidden_states_i_plus_1_in_the_order_given(make_target: Any) -> None:
-    """Layer -1 is the embedding; the last layer is tapped before the final norm, which transformers applies."""
-    reference, target = make_target("qwen3", (1, -1, 2, 0))
+    """Layer -1 is the embedding; the last layer's is after the final norm, as transformers reports it."""
+    taps = (1, -1, 2, 0)
+    reference, target = make_target("qwen3", taps)
     ids = torch.randint(0, V, (1, 9), generator=torch.Generator().manual_seed(1))
-    last: list[torch.Tensor] = []
-    reference.model.layers[2].register_forward_hook(lambda module, args, out: last.append(out))
     with torch.inference_mode():
         states = reference(ids, output_hidden_states=True).hidden_states
         _, tapped, _ = target(ids, torch.tensor([0]), empty_cache(target.config, 1))
-    raw = last[0][0] if isinstance(last[0], tuple) else last[0]
-    expected = [states[2], states[0], raw.reshape(states[0].shape), states[1]]
-    assert_close(tapped, torch.cat(expected, dim=-1), "target")
-    assert not torch.allclose(tapped[..., :E], states[1], atol=0.1)
+    assert_close(tapped, torch.cat([states[i + 1] for i in taps], dim=-1), "target")
+    assert all((a - b).abs().max() > 0.1 for n, a in enumerate(states) for b in states[:n])
 
 
 # Drafter

@@ -27,7 +27,7 @@ def data_options(tiny_trio: Any, tmp_path: Path) -> DataOptions:
         target=str(tiny_trio.target),
         prompts=(str(prompts),),
         out=str(tmp_path / "data"),
-        target_layer_ids=(1, 0),
+        target_layer_ids=(1, 0, -1, 2),
         max_new_tokens=20,
         wave=3,
     )
@@ -55,7 +55,7 @@ def test_answers_and_states_are_the_targets(tiny_trio: Any, data_options: DataOp
             states = tiny_trio.model(out[None, :-1], output_hidden_states=True).hidden_states
         sample = reader.sample(index)
         assert sample.final_hidden is not None
-        expected = torch.cat((states[2][0], states[1][0]), dim=-1)
+        expected = torch.cat([states[tap + 1][0] for tap in (1, 0, -1, 2)], dim=-1)
         for found, wanted in ((sample.features, expected), (sample.final_hidden, states[-1][0])):
             assert (found.float() - wanted).abs().max() < FLOAT_TOLERANCE * wanted.abs().max()
 

@@ -105,7 +105,9 @@ def test_valid_is_a_prefix_of_each_block(drafter: Drafter, make_sample: Callable
         assert valid[i].sum(dim=-1).tolist() == left + [0] * (valid.shape[1] - len(left))
 
 
-def test_anchors_are_answer_tokens_with_something_after_them(make_sample: Callable[..., Sample], drafter: Drafter) -> None:
+def test_anchors_are_answer_tokens_with_something_after_them(
+    make_sample: Callable[..., Sample], drafter: Drafter
+) -> None:
     sample = make_sample(drafter.config, 0)
     drawn = draw_anchors(sample, 100, torch.Generator().manual_seed(0))
     assert drawn.tolist() == list(range(sample.num_prompt, len(sample.tokens) - 1))

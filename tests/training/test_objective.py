@@ -148,9 +148,7 @@ def new_refiner_like(parts: Parts) -> Refiner:
 
 
 @pytest.mark.parametrize("first_slot", [0, 1])
-def test_one_batch_can_be_learned_by_heart(
-    tiny_trio: Any, make_sample: Callable[..., Sample], first_slot: int
-) -> None:
+def test_one_batch_can_be_learned_by_heart(tiny_trio: Any, make_sample: Callable[..., Sample], first_slot: int) -> None:
     """Then every block is accepted whole: tau is the draft length plus one."""
     parts = Parts(tiny_trio, make_sample, "xpress", first_slot)
     num_labels = parts.config.num_draft_tokens

@@ -1,0 +1,79 @@
+"""Bundles to compile, a simulated TensorRT, and the real TensorRT-RTX where it is installed.
+
+half_bundle         session   the tiny trio in float16, both lowerings
+int8_bundle, fp8    session   the same with stand-in scales (benchmarks/stand_in_scales.py)
+bundle              function  a copy of half_bundle to add engines to
+simulated           function  installs a simulated `tensorrt` of a given version as the module of that name
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from xpress_export.engines import libraries
+from xpress_export.engines.libraries import Library
+from xpress_export.exporter.export import export
+
+ROOT = Path(__file__).parents[2]
+
+
+def load_file(path: Path, name: str) -> ModuleType:
+    """Import a file that belongs to no package."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+fake_tensorrt = load_file(Path(__file__).with_name("fake_tensorrt.py"), "fake_tensorrt")
+stand_in_scales = load_file(ROOT / "benchmarks" / "stand_in_scales.py", "stand_in_scales")
+
+
+@pytest.fixture(scope="session")
+def half_bundle(tiny_trio: Any, trace_once: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("engines") / "half"
+    with pytest.MonkeyPatch.context() as patch:
+        trace_once.install(patch)
+        export(tiny_trio.options(precision="fp16", platform="jetson-orin"), out)
+    return out
+
+
+@pytest.fixture(scope="session")
+def int8_bundle(half_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return stand_in_scales.quantize_bundle(half_bundle, tmp_path_factory.mktemp("int8") / "bundle", "int8")
+
+
+@pytest.fixture(scope="session")
+def fp8_bundle(half_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return stand_in_scales.quantize_bundle(half_bundle, tmp_path_factory.mktemp("fp8") / "bundle", "fp8")
+
+
+@pytest.fixture
+def bundle(half_bundle: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(half_bundle, tmp_path / "bundle"))
+
+
+@pytest.fixture
+def rtx() -> Library:
+    """The real TensorRT-RTX, which builds without a GPU."""
+    pytest.importorskip("tensorrt_rtx", reason="tensorrt-rtx is not installed: pip install 'xpress-export[rtx]'")
+    return libraries.load("tensorrt-rtx")
+
+
+@pytest.fixture
+def simulated(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Library]:
+    def install(version: str) -> Library:
+        monkeypatch.setitem(sys.modules, "tensorrt", fake_tensorrt.make(version))
+        return libraries.load("tensorrt")
+
+    return install
