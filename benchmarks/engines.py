@@ -27,7 +27,7 @@ from xpress_export.engines.options import CompileOptions
 from xpress_export.engines.plan import plan_bundle
 from xpress_export.manifest import read_manifest
 
-PLATFORMS = {75: "t4", 80: "a100", 86: "a10", 89: "l4", 120: "rtx-5090"}
+PLATFORMS = {75: "t4", 80: "a100", 86: "a10", 89: "l4", 120: "rtx-5090", 121: "dgx-spark"}
 MAX_CONTEXT, BLOCK = 2032, 16  # 2048 rows of cache
 QWEN = dict(
     hidden_size=1024,
@@ -64,7 +64,7 @@ def _print_row(precision: str, sm: int, report: dict[str, Any]) -> None:
 
 
 DIRECT = """
-import json, resource, sys, time
+import json, os, resource, sys, time
 started = time.perf_counter()
 import tensorrt_rtx as trt
 graph, plan, sm, profiles = sys.argv[1], sys.argv[2], sys.argv[3], json.loads(sys.argv[4])
@@ -82,7 +82,10 @@ for shapes in profiles:
         profile.set_shape(name, *map(tuple, three))
     config.add_optimization_profile(profile)
 built = builder.build_serialized_network(network, config)
-open(plan, "wb").write(memoryview(built))
+with open(plan, "wb") as out:
+    out.write(memoryview(built))
+    out.flush()
+    os.fsync(out.fileno())
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 print(json.dumps({"seconds": time.perf_counter() - started, "peak": peak}))
 """
@@ -136,7 +139,10 @@ def _direct(bundle: Path, work: Path, sm: int) -> tuple[float, float]:
 
 
 def _compiled(bundle: Path, work: Path, sm: int) -> tuple[float, float]:
-    """`compile` from its start to the written manifest: files checked, plan hashed, cached and committed."""
+    """`compile` from its start to the written manifest: files checked, plan hashed, cached and committed.
+
+    Both ways end with the plan on the disk, not only in the page cache.
+    """
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(dir=work) as cache:
         made = compile_bundle(bundle, _options(sm, (names.TARGET,), cache_dir=Path(cache)))

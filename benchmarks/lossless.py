@@ -105,7 +105,9 @@ def main() -> None:
         for row in rows:
             if not row["identical"]:
                 kind = "LOST" if row in lost else "near-tie"
-                print(f"{kind}: {row['mode']}, token {row['first_difference']}, gap {row.get('logit_gap')}: {row['prompt']}")
+                print(
+                    f"{kind}: {row['mode']}, token {row['first_difference']}, gap {row.get('logit_gap')}: {row['prompt']}"
+                )
     sys.exit(1 if lost else 0)
 
 

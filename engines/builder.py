@@ -9,11 +9,9 @@ write      the plan, hashed on the way
 
 from __future__ import annotations
 
-import hashlib
 import resource
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from xpress_export.engines.job import BuildJob, BuildResult
@@ -21,12 +19,12 @@ from xpress_export.engines.libraries import Library
 from xpress_export.engines.network import NetworkFacts, avoid_float32_matmul, describe, layers_of
 from xpress_export.engines.onnx_file import write_with_sizes
 from xpress_export.engines.phases import Phases
+from xpress_export.engines.plan_file import PlanFile
 from xpress_export.errors import EngineBuildError
 
 Listener = Callable[[str, float], None]
 """Called with the phase that TensorRT is in and the share of the build that is done, 0 to 1."""
 
-_WRITE_BYTES = 16 << 20
 _NOISE = ("Make sure input", "Make sure output")
 _NO_FUSED_KERNEL = "not supported by a dedicated kernel"
 
@@ -63,19 +61,19 @@ def _build(library: Library, job: BuildJob, listener: Listener, *, unfused: bool
     monitor = _monitor(library, listener)
     config.progress_monitor = monitor
     parsed = time.perf_counter()
-    plan = builder.build_serialized_network(network, config)
+    with PlanFile(job.plan) as plan:
+        if not library.build(builder, network, config, plan):
+            raise EngineBuildError(
+                f"{library.title} could not build the {job.role} engine for sm_{job.sm}: {log.why()}"
+            )
     built = time.perf_counter()
-    if plan is None:
-        raise EngineBuildError(f"{library.title} could not build the {job.role} engine for sm_{job.sm}: {log.why()}")
     _save_timing_cache(config, job)
-    digest, num_bytes = _write(plan, job.plan)
-    written = time.perf_counter()
     return BuildResult(
         version=library.version,
-        seconds={"parse": parsed - started, "build": built - parsed, "write": written - built},
+        seconds={"parse": parsed - started, "build": built - parsed},
         peak_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
-        num_bytes=num_bytes,
-        sha256=digest,
+        num_bytes=plan.num_bytes,
+        sha256=plan.sha256,
         layers=facts.layers,
         matmuls=facts.matmuls,
         flops=facts.flops,
@@ -166,17 +164,6 @@ def _save_timing_cache(config: Any, job: BuildJob) -> None:
         target = job.timing_cache.with_name(f".{job.timing_cache.name}.partial")
         target.write_bytes(partial.read_bytes())
         target.replace(job.timing_cache)
-
-
-def _write(plan: Any, path: Path) -> tuple[str, int]:
-    """Write the plan without copying it; returns its sha256 and size."""
-    digest, data = hashlib.sha256(), memoryview(plan)
-    with path.open("wb") as out:
-        for start in range(0, data.nbytes, _WRITE_BYTES):
-            piece = data[start : start + _WRITE_BYTES]
-            out.write(piece)
-            digest.update(piece)
-    return digest.hexdigest(), data.nbytes
 
 
 def _logger(library: Library) -> Any:

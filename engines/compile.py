@@ -19,7 +19,7 @@ import os
 import re
 import tempfile
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,7 +31,7 @@ from xpress_export.engines.plan import BundlePlan, EnginePlan, check_memory, pla
 from xpress_export.engines.process import build_in_subprocess
 from xpress_export.engines.report import build_report
 from xpress_export.errors import BundleError, EngineBuildError
-from xpress_export.folders import sync
+from xpress_export.folders import require_free_space, sync
 from xpress_export.gpu import find_gpu
 from xpress_export.manifest import (
     ENGINES_FOLDER,
@@ -86,12 +86,57 @@ def compile_bundle(folder: Path, options: CompileOptions, progress: BuildProgres
     manifest = read_manifest(folder)
     plan = plan_bundle(folder, manifest, options, find_gpu())
     logger.info("%s graphs: %s", plan.lowering, plan.reason)
-    verify_files(folder, manifest)
+    try:
+        return _compile(plan, manifest, progress or Unwatched())
+    except OSError as err:
+        problem = f"engines cannot be written to {folder}: {err.strerror or err}"
+        raise EngineBuildError(f"{problem}; check the path, its permissions and the disk") from err
+
+
+def _compile(plan: BundlePlan, manifest: Manifest, progress: BuildProgress) -> Compiled:
+    folder = plan.folder
+    require_free_space(folder, sum(engine.weight_bytes for engine in plan.engines), "the engines")
     (folder / ENGINES_FOLDER).mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="xpress-export-") as work, _partials(plan) as partials:
-        built = _build_all(plan, partials, Path(work), progress or Unwatched())
+    with _verified(folder, manifest) as verification, _partials(plan) as partials, _temporary() as work:
+        watch = _Checking(progress, verification)
+        with ThreadPoolExecutor(1) as disk:  # a plan goes to the disk while the next one is built
+            built = _build_all(plan, partials, work, watch, disk)
+        verification.result()
         new = _commit(plan, manifest, partials, built)
     return Compiled(manifest=new, lowering=plan.lowering, reason=plan.reason, engines=tuple(built))
+
+
+@contextlib.contextmanager
+def _temporary() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="xpress-export-") as folder:
+        yield Path(folder)
+
+
+@contextlib.contextmanager
+def _verified(folder: Path, manifest: Manifest) -> Iterator[Future[None]]:
+    """Compare the bundle's files with its manifest while engines are built from them; sizes are looked at first."""
+    with ThreadPoolExecutor(1) as pool:
+        graphs = replace(manifest, engines=(), files=tuple(sorted(_weights(manifest), key=lambda file: file.path)))
+        yield pool.submit(verify_files, folder, graphs)
+
+
+@dataclass(frozen=True)
+class _Checking:
+    """Passes progress on, and ends a build at once whose files turn out not to be those of the manifest."""
+
+    progress: BuildProgress
+    verification: Future[None]
+
+    @contextlib.contextmanager
+    def engine(self, role: str, expected_s: float) -> Iterator[Listener]:
+        with self.progress.engine(role, expected_s) as listener:
+
+            def listen(phase: str, share: float) -> None:
+                if self.verification.done():
+                    self.verification.result()
+                listener(phase, share)
+
+            yield listen
 
 
 Partials = dict[str, Path]
@@ -112,13 +157,17 @@ def _partials(plan: BundlePlan) -> Iterator[Partials]:
             folder.rmdir()
 
 
-def _build_all(plan: BundlePlan, partials: Partials, work: Path, progress: BuildProgress) -> list[Built]:
+def _build_all(
+    plan: BundlePlan, partials: Partials, work: Path, progress: BuildProgress, disk: ThreadPoolExecutor
+) -> list[Built]:
     found = {engine.role: _from_cache(plan, engine, partials[engine.role]) for engine in plan.engines}
     missing = [engine for engine in plan.engines if found[engine.role] is None]
     check_memory(plan, missing)
 
     def build(engine: EnginePlan) -> Built:
-        return _build_one(plan, engine, partials[engine.role], work, progress)
+        made = _build_one(plan, engine, partials[engine.role], work, progress)
+        disk.submit(sync, partials[engine.role])
+        return made
 
     if plan.options.num_jobs == 1:  # in this thread, where Ctrl-C arrives
         made = [build(engine) for engine in missing]
@@ -130,7 +179,10 @@ def _build_all(plan: BundlePlan, partials: Partials, work: Path, progress: Build
 
 def _from_cache(plan: BundlePlan, engine: EnginePlan, partial: Path) -> Built | None:
     report = plan.cache.fetch(engine.key, partial) if plan.cache is not None else None
-    return None if report is None else Built(role=engine.role, cached=True, report=report)
+    if report is None:
+        return None
+    report["platform"] = plan.platform.name  # another of the same architecture may have built it
+    return Built(role=engine.role, cached=True, report=report)
 
 
 def _build_one(plan: BundlePlan, engine: EnginePlan, partial: Path, work: Path, progress: BuildProgress) -> Built:
@@ -202,6 +254,7 @@ def _record(plan: BundlePlan, engine: EnginePlan) -> EngineRecord:
         precision=plan.precision,
         lowering=plan.lowering,
         layout=o.layout,
+        max_context=plan.sizes.max_context,
         capacity=plan.sizes.capacity,
         max_batch=o.max_batch,
         hardware_compat=o.hardware_compat,

@@ -6,6 +6,7 @@
     hardware compatibility      AMPERE_PLUS; SAME_COMPUTE_CAPABILITY      none: name the architecture
                                 since 10.9
     version compatible plans    within a major version                    none
+    plans as a stream           since 10.13; before it whole, in memory   the same
     attention without a fused   since 10.14 `IAttention.decomposable`,    the same
       kernel                    before it nothing is fused by contract
     matrices in float32         everywhere                                not on Turing (sm_75)
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from xpress_export import platforms
+from xpress_export.engines.plan_file import PlanFile
 from xpress_export.errors import EngineBuildError, MissingDependencyError, PlatformError
 from xpress_export.gpu import Gpu
 from xpress_export.platforms import Platform
@@ -89,6 +91,32 @@ class Library:
             layer.__class__ = self.trt.IAttentionInputLayer  # layers of a parsed network arrive as their base class
             layer.attention.decomposable = True
         return len(found)
+
+    def build(self, builder: Any, network: Any, config: Any, plan: PlanFile) -> bool:
+        """Build into `plan`, piece by piece where the version can: the plan is then never in memory as a whole."""
+        if not hasattr(self.trt, "IStreamWriter"):
+            data = builder.build_serialized_network(network, config)
+            if data is not None:
+                plan.write_all(data)
+            return data is not None
+        base = self.trt.IStreamWriter
+        failed: list[OSError] = []
+
+        class Writer(base):  # type: ignore[misc, valid-type]
+            def __init__(self) -> None:
+                base.__init__(self)
+
+            def write(self, data: Any) -> int:
+                try:
+                    return plan.write(data)
+                except OSError as err:  # a C++ caller cannot pass it on: it sees a short write and gives up
+                    failed.append(err)
+                    return 0
+
+        done = bool(builder.build_serialized_network_to_stream(network, config, Writer()))
+        if failed:
+            raise failed[0]
+        return done
 
     def check_portability(self, hardware_compat: str, version_compatible: bool, timing_cache: bool) -> None:
         """Refuse what this library cannot do, before any work."""

@@ -128,7 +128,8 @@ def check_memory(plan: BundlePlan, missing: list[EnginePlan]) -> None:
     """Refuse builds that are estimated not to fit, the largest first."""
     if plan.options.check_memory and missing:
         largest = max(missing, key=lambda engine: engine.weight_bytes)
-        memory.require_memory(largest.role, largest.weight_bytes, min(plan.options.num_jobs, len(missing)))
+        num_jobs = min(plan.options.num_jobs, len(missing))
+        memory.require_memory(largest.role, plan.library.backend, largest.weight_bytes, num_jobs)
 
 
 def _precision(manifest: Manifest, options: CompileOptions) -> str:

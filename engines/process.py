@@ -65,7 +65,7 @@ def _tail(log: IO[bytes]) -> str:
 
 def _why(job: BuildJob, code: int, last: dict[str, Any], tail: str, oom_kill: bool, weight_bytes: int) -> str:
     """What to tell about a worker that gave no result."""
-    estimate = human_bytes(memory.estimate_bytes(weight_bytes))
+    estimate = human_bytes(memory.estimate_bytes(job.backend, weight_bytes))
     if last.get("out_of_memory") or oom_kill or code == -signal.SIGKILL:
         free = memory.available_bytes()
         now = f"; {human_bytes(free)} are free now" if free is not None else ""

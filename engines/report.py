@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from xpress_export.engines.job import BuildJob, BuildResult, Shapes
+from xpress_export.platforms import TENSORRT_RTX
 
 if TYPE_CHECKING:
     from xpress_export.engines.plan import BundlePlan, EnginePlan
@@ -55,11 +56,12 @@ def by_hand(plan: BundlePlan, engine: EnginePlan, job: BuildJob) -> list[str]:
     write = (
         f"xpress-export graph BUNDLE {engine.role} --lowering {plan.lowering} --capacity {plan.sizes.capacity} --out ."
     )
-    return [write, tool_line(plan.library.is_rtx, graph, f"{engine.name}.plan", job)]
+    return [write, tool_line(job, graph, f"{engine.name}.plan")]
 
 
-def tool_line(is_rtx: bool, graph: str, saved: str, job: BuildJob) -> str:
-    """The equivalent trtexec command line."""
+def tool_line(job: BuildJob, graph: str, saved: str) -> str:
+    """The equivalent command line of trtexec, or of TensorRT-RTX's tensorrt_rtx."""
+    is_rtx = job.backend == TENSORRT_RTX
     words = ["tensorrt_rtx" if is_rtx else "trtexec", f"--onnx={graph}", f"--saveEngine={saved}"]
     words += ["--stronglyTyped"] if not is_rtx else [f"--computeCapabilities={job.sm / 10}"]
     for index, shapes in enumerate(job.profiles.values()):

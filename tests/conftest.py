@@ -38,7 +38,14 @@ from xpress_export.exporter.configs import DecoderConfig, DrafterConfig, Refiner
 from xpress_export.exporter.export import Exported, ExportOptions, export
 from xpress_export.exporter.formats import write_drafter, write_refiner
 from xpress_export.exporter.modules import Drafter, Refiner
-from xpress_export.manifest import GRAPHS_FOLDER, TOKENIZER_FOLDER, read_manifest, record_files, write_manifest
+from xpress_export.manifest import (
+    GRAPHS_FOLDER,
+    TOKENIZER_FOLDER,
+    DraftRecord,
+    read_manifest,
+    record_files,
+    write_manifest,
+)
 
 HIDDEN, HEAD_DIM, VOCAB, BLOCK, RANK = 48, 16, 320, 8, 8
 MAX_CONTEXT = 600  # beyond the runtime's first two cache capacities, 256 and 512 rows
@@ -221,6 +228,12 @@ class TrioMaker:
         write_refiner(folder, config, tensors, first_slot)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    """Tensors of a tiny model are too small to share out: more threads only wait for each other."""
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(scope="session")
 def trio_maker() -> TrioMaker:
     """Writer of other tiny trios."""
@@ -332,10 +345,10 @@ class Script:
     refiner: bool = False
 
     def table(self) -> NDArray[np.int64]:
-        """int64 [positions, BLOCK - 1]: the drafts, a row for each position of the anchor."""
+        """int64 [positions, BLOCK]: the tokens after the anchor, a row for each position of it."""
         ids = self.story.ids + [0] * BLOCK
-        slots = range(1, BLOCK)
-        rows = [[(ids[p + j] + (j > right)) % VOCAB for j in slots] for p, right in enumerate(self.num_right)]
+        after = range(1, BLOCK + 1)
+        rows = [[(ids[p + j] + (j > right)) % VOCAB for j in after] for p, right in enumerate(self.num_right)]
         return np.array(rows, np.int64)
 
     def follows(self) -> NDArray[np.int64]:
@@ -348,13 +361,13 @@ class Script:
 _DRAFTER = f"""
 script (int64[B] {names.WRITE_INDEX}, int64[B] {names.NUM_COMMITTED}, int64[B, N] {names.BLOCK_IDS})
     => (int64[B, M] {names.DRAFT_TOKENS}, float[B, M, {VOCAB}] {names.DRAFT_LOGITS})
-<int64[1] zero = {{0}}, int64[1] one = {{1}}, int64 depth = {{{VOCAB}}}, float[2] off_on = {{0, 1000}}>
+<int64[1] zero = {{0}}, int64[1] axis = {{1}}, int64 depth = {{{VOCAB}}}, float[2] off_on = {{0, 1000}}>
 {{
     position = Add({names.WRITE_INDEX}, {names.NUM_COMMITTED})
     rows = Gather(script_table, position)
     num_slots = Shape<start = 1, end = 2>({names.BLOCK_IDS})
-    num_drafts = Sub(num_slots, one)
-    {names.DRAFT_TOKENS} = Slice(rows, zero, num_drafts, one)
+    num_drafts = Sub(num_slots, script_first_slot)
+    {names.DRAFT_TOKENS} = Slice(rows, zero, num_drafts, axis)
     {names.DRAFT_LOGITS} = OneHot({names.DRAFT_TOKENS}, depth, off_on)
 }}"""
 
@@ -374,16 +387,23 @@ script (float[B, M, {VOCAB}] {names.DRAFT_LOGITS}, int64[B, M] {names.DRAFT_TOKE
 }}"""
 
 
-def _script_drafter(path: Path, table: NDArray[np.int64]) -> None:
-    """Make the graph draft from `table`, with logits that say so; its cache and hidden states stay real."""
+def _script_drafter(path: Path, table: NDArray[np.int64], draft: DraftRecord) -> None:
+    """Make the graph draft from `table`, with logits that say so; its cache and hidden states stay real.
+
+    The logits of a reduced vocabulary stay real too: not every right token is in it.
+    """
     model = onnx.load(path, load_external_data=False)
     replaced = {names.DRAFT_TOKENS: "model_tokens", names.DRAFT_LOGITS: "model_logits"}
+    if draft.draft_vocab_size < VOCAB:
+        del replaced[names.DRAFT_LOGITS]
     for node in model.graph.node:
         node.input[:] = [replaced.get(name, name) for name in node.input]
         node.output[:] = [replaced.get(name, name) for name in node.output]
     added = onnx.parser.parse_graph(_DRAFTER)
-    model.graph.node.extend(added.node)
-    model.graph.initializer.extend([*added.initializer, onnx.numpy_helper.from_array(table, "script_table")])
+    model.graph.node.extend(node for node in added.node if node.op_type != "OneHot" or len(replaced) == 2)
+    constants = {"script_table": table, "script_first_slot": np.array([draft.first_slot])}
+    arrays = [onnx.numpy_helper.from_array(array, name) for name, array in constants.items()]
+    model.graph.initializer.extend([*added.initializer, *arrays])
     onnx.save(model, path)
 
 
@@ -403,18 +423,22 @@ class BundleMaker:
         self,
         script: Script | None = None,
         *,
+        original: Path | None = None,
         without: Sequence[str] = (),
         text: dict[str, Any] | None = None,
         **changes: Any,
     ) -> Path:
         """A bundle that drafts by `script`.
 
-        without: roles to leave out. text: replaces fields of text.json. changes: of the manifest.
+        original: copy this bundle instead. without: roles to leave out.
+        text: replaces fields of text.json. changes: of the manifest.
         """
         self._count += 1
-        folder = Path(shutil.copytree(self._original, self._root / f"bundle{self._count}"))
+        folder = Path(shutil.copytree(original or self._original, self._root / f"bundle{self._count}"))
         if script is not None:
-            _script_drafter(folder / GRAPHS_FOLDER / "drafter.onnx", script.table())
+            draft = read_manifest(folder).draft
+            assert draft is not None
+            _script_drafter(folder / GRAPHS_FOLDER / "drafter.onnx", script.table(), draft)
         if script is not None and script.refiner:
             _script_refiner(folder / GRAPHS_FOLDER / "refiner.onnx", script.follows())
         if text is not None:

@@ -45,6 +45,8 @@ COMMANDS = [
     "cache",
     "graph",
 ]
+INTERRUPTED = (130, -signal.SIGINT)
+"""The second where the interrupt came in Python code that C code had called; a shell shows 130 for both."""
 ESCAPE = "\x1b"
 STATS = {
     *("num_verify_steps", "num_draft_tokens", "num_accepted", "tau", "acceptance_histogram"),
@@ -483,11 +485,15 @@ def test_interrupting_generate(tiny_bundle: Path) -> None:
             assert process.stdout.read(2)
             process.send_signal(number)
             out, err = process.communicate(timeout=30)
-        assert (process.returncode, err.decode().strip()) == (130, "interrupted")
+        assert process.returncode in INTERRUPTED
+        assert err.decode().strip() == "interrupted"
         assert out.endswith(b"\n")
 
 
-def test_an_interrupt_that_python_drops_comes_again(monkeypatch: pytest.MonkeyPatch, call: Callable[..., Done]) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_that_python_drops_comes_again(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch, call: Callable[..., Done]
+) -> None:
     """Exceptions in `__del__` and weak reference callbacks go nowhere; seen when a build was stopped in mid-trace."""
 
     class Unlucky:
@@ -500,11 +506,10 @@ def test_an_interrupt_that_python_drops_comes_again(monkeypatch: pytest.MonkeyPa
         time.sleep(30)
 
     monkeypatch.setattr(doctor, "examine", examine)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        start_s = time.monotonic()
-        done = call("doctor")
-        assert (done.code, done.err.strip()) == (130, "interrupted")
-        assert time.monotonic() - start_s < 10
+    start_s = time.monotonic()
+    done = call("doctor")
+    assert (done.code, done.err.strip()) == (130, "interrupted")
+    assert time.monotonic() - start_s < 10
 
 
 # Building: complete or not at all
@@ -564,7 +569,8 @@ def test_interrupting_build_leaves_nothing(
     interrupted: dict[signal.Signals, Interrupted], number: signal.Signals
 ) -> None:
     build = interrupted[number]
-    assert (build.code, build.err.strip(), build.left) == (130, "interrupted", [])
+    assert build.code in INTERRUPTED
+    assert (build.err.strip(), build.left) == ("interrupted", [])
 
 
 def test_killing_build_leaves_no_bundle_and_the_next_build_cleans_up(

@@ -229,6 +229,7 @@ def engine() -> EngineRecord:
         precision="fp32",
         lowering="native",
         layout="split",
+        max_context=48,
         capacity=64,
         max_batch=1,
         hardware_compat="none",
@@ -395,7 +396,9 @@ def test_every_leaf_changed(raw: dict[str, Any]) -> None:
     assert len(places) > 120
     for place in places:
         message = refusal(text_of(changed(raw, place, another(at(raw, place))), signed=False))
-        assert re.search(r"should be .*, got |digest should be|should be those of|should list|is missing", message), place
+        assert re.search(r"should be .*, got |digest should be|should be those of|should list|is missing", message), (
+            place
+        )
 
 
 def test_every_leaf_of_another_type(raw: dict[str, Any]) -> None:

@@ -28,7 +28,11 @@ pytestmark = [
     ),
 ]
 
-PROMPTS = ["Why is the sky blue?", "Write a Python function that reverses a list.", "What is 15% of 240? Show the steps."]
+PROMPTS = [
+    "Why is the sky blue?",
+    "Write a Python function that reverses a list.",
+    "What is 15% of 240? Show the steps.",
+]
 NUM_TOKENS = 40
 NEAR_TIE = 1e-4
 

@@ -17,7 +17,7 @@ The layers are those of `exporter.modules.Drafter`; only the batching differs fr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -50,6 +50,12 @@ class BlockBatch:
     labels: Tensor
     valid: Tensor
     final_hidden: Tensor | None = None
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> BlockBatch:
+        """The batch on `device`, its hidden states in `dtype`."""
+        found = ((f.name, getattr(self, f.name)) for f in fields(self))
+        moved = {name: t.to(device, dtype if t.is_floating_point() else t.dtype) for name, t in found if t is not None}
+        return BlockBatch(**moved)
 
 
 def draw_anchors(sample: Sample, count: int, generator: torch.Generator, first: int | None = None) -> Tensor:

@@ -97,8 +97,9 @@ def walk_answer(
 
 def draft_tokens(drafter: Drafter, refiner: Refiner | None, batch: BlockBatch, num_passes: int) -> Tensor:
     """Draft tokens int64 [A, J] of the blocks of a batch with one sequence, after `num_passes` Jacobi passes."""
-    dtype = drafter.norm.weight.dtype
-    states = draft_blocks(drafter, _cast(batch, dtype))[0]  # (A, N, E)
+    weight = drafter.norm.weight
+    batch = batch.to(weight.device, weight.dtype)
+    states = draft_blocks(drafter, batch)[0]  # (A, N, E)
     logits = drafter.lm_head(states[:, drafter.config.first_slot :])
     tokens: Tensor = drafter.vocab(logits.argmax(dim=-1))
     for _ in range(num_passes if refiner is not None else 0):
@@ -108,13 +109,7 @@ def draft_tokens(drafter: Drafter, refiner: Refiner | None, batch: BlockBatch, n
         if torch.equal(after, tokens):
             break
         tokens = after
-    return tokens
-
-
-def _cast(batch: BlockBatch, dtype: torch.dtype) -> BlockBatch:
-    from dataclasses import replace
-
-    return replace(batch, features=batch.features.to(dtype))
+    return tokens.cpu()
 
 
 def _walk(correct: Tensor, source: str) -> Walk:

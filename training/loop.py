@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -154,9 +154,7 @@ class Loop:
         anchors = [draw_anchors(s, run.anchors, generator) for s in samples]
         size = run.block_size or config.block_size
         batch = build_batch(samples, anchors, size, config.mask_token_id, config.first_slot)
-        tensors = {name: getattr(batch, name) for name in batch.__dataclass_fields__}
-        moved = {name: t.to(device) for name, t in tensors.items() if t is not None}
-        return replace(batch, **moved | {"features": moved["features"].to(self.objective.dtype)})
+        return batch.to(device, self.objective.dtype)
 
     def _report(self, step: int, loss: StepLoss, seconds: float, done: int) -> None:
         report, run = self.options.report, self.options.run

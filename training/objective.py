@@ -156,7 +156,7 @@ class Objective(nn.Module):
             labels=labels.flatten()[index],
             weights=(weights / weights.sum().clamp(min=1e-9)).flatten()[index],
             slots=index % batch.labels.shape[-1],
-            final_hidden=None if final is None else final.flatten(0, 2)[index].to(self.drafter.norm.weight.dtype),
+            final_hidden=None if final is None else final.flatten(0, 2)[index],
         )
 
     def _loss(

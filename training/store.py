@@ -156,6 +156,7 @@ class DataReader:
             rows = np.memmap(folder / FEATURES, dtype=np.int16, mode="r", shape=(total, info.width))
         start = 0
         for answer in answers:
-            self.answers.append(answer)
-            self._where.append((rows, start))
+            if len(answer.response) > 1:  # an answer of one token leaves nothing to draft
+                self.answers.append(answer)
+                self._where.append((rows, start))
             start += answer.num_rows

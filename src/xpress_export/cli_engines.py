@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
@@ -222,19 +223,22 @@ def cache_clear(cache_dir: Path | None) -> None:
 @click.argument("role", type=click.Choice(names.ROLES))
 @click.option("--lowering", type=click.Choice(platforms.LOWERINGS), default=platforms.NATIVE, help="Which form.")
 @click.option("--capacity", type=click.IntRange(min=1), required=True, metavar="N", help="Rows of each cache.")
+@click.option("--max-batch", type=click.IntRange(min=1), default=1, metavar="N", help="Slots.")
+@click.option("--chunk", type=click.IntRange(min=1), default=512, metavar="N", help="Prompt tokens of one call.")
 @click.option("--out", "folder", type=click.Path(path_type=Path, file_okay=False), required=True, help="Folder.")
-def graph_command(bundle: Path, role: str, lowering: str, capacity: int, folder: Path) -> None:
-    """Write one graph of BUNDLE with a fixed cache capacity, for NVIDIA's own tools; weights are linked, not copied."""
-    from xpress_export.engines.onnx_file import write_with_sizes
-    from xpress_export.errors import BundleError
+def graph_command(
+    bundle: Path, role: str, lowering: str, capacity: int, max_batch: int, chunk: int, folder: Path
+) -> None:
+    """Write one graph of BUNDLE with a fixed cache capacity, and print the trtexec command that builds it.
+
+    For NVIDIA's own tools. Weights are linked, not copied.
+    """
+    from xpress_export.engines.by_hand import write_for_trtexec
     from xpress_export.manifest import read_manifest
 
     manifest = read_manifest(bundle)
-    graphs = manifest.graphs if lowering == platforms.NATIVE else manifest.decomposed
-    if role not in graphs:
-        raise BundleError(f"{bundle} has no {lowering} {role} graph")
     folder.mkdir(parents=True, exist_ok=True)
-    out.print(str(write_with_sizes(bundle / graphs[role].file, {"C": capacity}, folder)))
+    out.print(write_for_trtexec(bundle, manifest, role, lowering, capacity, max_batch, chunk, folder))
 
 
 def print_engine(bundle: Path, role: str, platform: str | None, as_json: bool) -> None:
@@ -280,7 +284,7 @@ def _engine_facts(found: Any) -> Iterator[tuple[str, object]]:
         yield "adjusted", f"{name}: float32 product computed in float16, scaled to avoid overflow"
     for warning in report["warnings"]:
         yield "warning", warning
-    yield "by hand", "\n".join(report["by_hand"])
+    yield "by hand", f"the trtexec line is in {record.report}"
 
 
 COMMANDS = (compile_command, platforms_command, cache_command, graph_command)
@@ -288,4 +292,4 @@ COMMANDS = (compile_command, platforms_command, cache_command, graph_command)
 
 def device_command(bundle: Path, platform: str) -> str:
     """The one command that finishes a bundle on the device."""
-    return f"xpress-export compile {bundle} --platform {platform}"
+    return shlex.join(["xpress-export", "compile", str(bundle), "--platform", platform])

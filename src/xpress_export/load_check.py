@@ -12,6 +12,7 @@ another operating system. TensorRT keeps these promises for its own plans; Tenso
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +43,8 @@ def check_loadable(engine: EngineRecord, running: Running, bundle: Path) -> None
 
 def rebuild_command(engine: EngineRecord, bundle: Path) -> str:
     """The command that builds this engine again."""
-    words = ["xpress-export compile", str(bundle), f"--platform {engine.platform}", f"--backend {engine.backend}"]
+    words = ["xpress-export compile", shlex.quote(str(bundle)), f"--platform {engine.platform}"]
+    words += [f"--backend {engine.backend}", f"--max-context {engine.max_context}"]
     words += [f"--max-batch {engine.max_batch}"] if engine.max_batch != 1 else []
     words += [f"--hardware-compat {engine.hardware_compat}"] if engine.hardware_compat != "none" else []
     return " ".join([*words, *(["--version-compatible"] if engine.version_compatible else [])])

@@ -258,6 +258,7 @@ class EngineRecord:
     precision: str
     lowering: str
     layout: str
+    max_context: int
     capacity: int
     max_batch: int
     hardware_compat: str
@@ -276,7 +277,8 @@ class EngineRecord:
         one_of(self, "layout", LAYOUTS)
         one_of(self, "hardware_compat", HARDWARE_LEVELS)
         not_empty(self, "version", "profiles")
-        at_least(self, 1, "sm", "capacity", "max_batch")
+        at_least(self, 1, "sm", "max_context", "max_batch")
+        at_least(self, self.max_context, "capacity")
         hex_digest(self, "cache_key")
         unique("profiles", [profile.name for profile in self.profiles])
         for field in ("file", "report"):

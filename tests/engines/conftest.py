@@ -8,6 +8,7 @@ simulated           function  installs a simulated `tensorrt` of a given version
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import shutil
 import sys
@@ -18,7 +19,9 @@ from typing import Any
 
 import pytest
 
+from xpress_export.engines import compile as compile_module
 from xpress_export.engines import libraries
+from xpress_export.engines.job import BuildJob, BuildResult
 from xpress_export.engines.libraries import Library
 from xpress_export.exporter.export import export
 
@@ -77,3 +80,39 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Library]:
         return libraries.load("tensorrt")
 
     return install
+
+
+class Builds:
+    """Stands in for the worker: writes a plan that depends on the job, and counts."""
+
+    def __init__(self) -> None:
+        self.jobs: list[BuildJob] = []
+        self.before: Callable[[], None] = lambda: None
+
+    def __call__(self, job: BuildJob, listener: Any, weight_bytes: int) -> BuildResult:
+        self.jobs.append(job)
+        self.before()
+        listener("Building engine", 0.5)
+        plan = f"{job.role} {job.sm} {job.profiles} {job.opt_level}".encode()
+        job.plan.write_bytes(plan)
+        return BuildResult(
+            version="1.7.1.116",
+            seconds={"parse": 0.1, "build": 1.0, "write": 0.1},
+            peak_memory_bytes=1 << 28,
+            num_bytes=len(plan),
+            sha256=hashlib.sha256(plan).hexdigest(),
+            layers={"MATRIX_MULTIPLY": 1},
+            matmuls={"fp16": 1},
+            flops={"fp16": 8},
+            attention=0,
+            unfused_attention=0,
+            adjusted=(),
+            warnings=(),
+        )
+
+
+@pytest.fixture
+def builds(monkeypatch: pytest.MonkeyPatch, rtx: object) -> Builds:
+    made = Builds()
+    monkeypatch.setattr(compile_module, "build_in_subprocess", made)
+    return made

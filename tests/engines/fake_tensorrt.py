@@ -88,6 +88,10 @@ def _classes(trt: Any, numbers: tuple[int, ...], calls: list[str]) -> dict[str, 
         def __init__(self) -> None:
             self._ready = True
 
+    class IStreamWriter:
+        def __init__(self) -> None:
+            self._ready = True
+
     class Builder(Strict):
         def __init__(self, logger: Any) -> None:
             assert isinstance(logger, ILogger) and logger._ready, "ILogger.__init__ was not called"
@@ -106,7 +110,13 @@ def _classes(trt: Any, numbers: tuple[int, ...], calls: list[str]) -> dict[str, 
             calls.append("create_optimization_profile")
             return Profile()
 
-        def build_serialized_network(self, network: Network, config: Any) -> bytes | None:
+        def _stream(self, network: Network, config: Any, writer: Any) -> bool:
+            calls.append("build_serialized_network_to_stream")
+            assert isinstance(writer, IStreamWriter) and writer._ready, "IStreamWriter.__init__ was not called"
+            plan = _build(network, config)
+            return all(writer.write(plan[k : k + 7]) == 7 for k in range(0, len(plan), 7))
+
+        def build_serialized_network(self, network: Network, config: Any) -> bytes:
             calls.append("build_serialized_network")
             return _build(network, config)
 
@@ -128,6 +138,9 @@ def _classes(trt: Any, numbers: tuple[int, ...], calls: list[str]) -> dict[str, 
             return not self._errors
 
     classes = dict(ILogger=ILogger, IProgressMonitor=IProgressMonitor, Builder=Builder, OnnxParser=OnnxParser)
+    if numbers >= (10, 13):
+        classes["IStreamWriter"] = IStreamWriter
+        Builder.build_serialized_network_to_stream = Builder._stream  # type: ignore[attr-defined]
     if numbers >= (10, 14):
         classes["IAttentionInputLayer"] = AttentionLayer
     return classes
@@ -277,7 +290,7 @@ def _tensor(trt: Any, name: str, shapes: dict[str, tuple[tuple[int, ...], int]])
     return Tensor(name, dims, getattr(trt.DataType, _DTYPES.get(code, "FLOAT")))
 
 
-def _build(network: Network, config: Config) -> bytes | None:
+def _build(network: Network, config: Config) -> bytes:
     assert config._profiles, "no optimization profile has been defined"
     for profile in config._profiles:
         missing = [t.name for t in network._inputs if -1 in t.shape and t.name not in profile._shapes]

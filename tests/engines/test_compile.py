@@ -11,56 +11,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from xpress_export.engines import compile as module
 from xpress_export.engines import memory, process
 from xpress_export.engines.cache import Cache
 from xpress_export.engines.compile import Compiled, compile_bundle
-from xpress_export.engines.job import BuildJob, BuildResult
+from xpress_export.engines.job import BuildJob
 from xpress_export.engines.options import CompileOptions
 from xpress_export.errors import BundleError, EngineBuildError
 from xpress_export.manifest import open_bundle, read_manifest, write_manifest
-
-
-class Builds:
-    """Stands in for the worker: writes a plan that depends on the job, and counts."""
-
-    def __init__(self) -> None:
-        self.jobs: list[BuildJob] = []
-        self.before: Callable[[], None] = lambda: None
-
-    def __call__(self, job: BuildJob, listener: Any, weight_bytes: int) -> BuildResult:
-        self.jobs.append(job)
-        self.before()
-        listener("Building engine", 0.5)
-        plan = f"{job.role} {job.sm} {job.profiles} {job.opt_level}".encode()
-        job.plan.write_bytes(plan)
-        return BuildResult(
-            version="1.7.1.116",
-            seconds={"parse": 0.1, "build": 1.0, "write": 0.1},
-            peak_memory_bytes=1 << 28,
-            num_bytes=len(plan),
-            sha256=hashlib.sha256(plan).hexdigest(),
-            layers={"MATRIX_MULTIPLY": 1},
-            matmuls={"fp16": 1},
-            flops={"fp16": 8},
-            attention=0,
-            unfused_attention=0,
-            adjusted=(),
-            warnings=(),
-        )
-
-
-@pytest.fixture
-def builds(monkeypatch: pytest.MonkeyPatch, rtx: object) -> Builds:
-    made = Builds()
-    monkeypatch.setattr(module, "build_in_subprocess", made)
-    return made
 
 
 def compiled(bundle: Path, **options: Any) -> Compiled:
@@ -71,7 +33,7 @@ def snapshot(bundle: Path) -> dict[str, bytes]:
     return {str(p.relative_to(bundle)): p.read_bytes() for p in sorted(bundle.rglob("*")) if p.is_file()}
 
 
-def test_engines_join_the_bundle(bundle: Path, builds: Builds) -> None:
+def test_engines_join_the_bundle(bundle: Path, builds: Any) -> None:
     made = compiled(bundle)
     manifest = open_bundle(bundle)
     assert manifest == made.manifest and [e.role for e in manifest.engines] == ["drafter", "refiner", "target"]
@@ -82,7 +44,7 @@ def test_engines_join_the_bundle(bundle: Path, builds: Builds) -> None:
     assert report["by_hand"][1].startswith("tensorrt_rtx --onnx=target.onnx") and "--profile=1" in report["by_hand"][1]
 
 
-def test_another_platform_adds_and_the_same_replaces(bundle: Path, builds: Builds) -> None:
+def test_another_platform_adds_and_the_same_replaces(bundle: Path, builds: Any) -> None:
     first = compiled(bundle).manifest
     second = compiled(bundle, platform="t4").manifest
     assert len(second.engines) == 6 and {e.platform for e in second.engines} == {"l4", "t4"}
@@ -92,7 +54,7 @@ def test_another_platform_adds_and_the_same_replaces(bundle: Path, builds: Build
     assert not old & new and not any((bundle / path).exists() for path in old)
 
 
-def test_cache_saves_the_second_build(bundle: Path, builds: Builds, tmp_path: Path) -> None:
+def test_cache_saves_the_second_build(bundle: Path, builds: Any, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     compiled(bundle, cache_dir=cache)
     before = read_manifest(bundle)
@@ -104,7 +66,7 @@ def test_cache_saves_the_second_build(bundle: Path, builds: Builds, tmp_path: Pa
 
 
 @pytest.mark.parametrize("change", ["opt_level", "workspace_mb", "chunk", "max_context", "platform", "tactic_mb"])
-def test_whatever_determines_a_plan_is_in_its_key(bundle: Path, builds: Builds, change: str) -> None:
+def test_whatever_determines_a_plan_is_in_its_key(bundle: Path, builds: Any, change: str) -> None:
     value = {"opt_level": 1, "workspace_mb": 64, "chunk": 32, "max_context": 128, "platform": "a10", "tactic_mb": 64}
     keys = [
         {e.cache_key for e in compiled(bundle, roles=("target",), **extra).manifest.engines if e.role == "target"}
@@ -113,7 +75,7 @@ def test_whatever_determines_a_plan_is_in_its_key(bundle: Path, builds: Builds, 
     assert keys[0] != keys[1]
 
 
-def test_damaged_cache_entry_is_built_again(bundle: Path, builds: Builds, tmp_path: Path) -> None:
+def test_damaged_cache_entry_is_built_again(bundle: Path, builds: Any, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     compiled(bundle, cache_dir=cache, roles=("target",))
     (entry,) = Cache(cache, 1).entries()
@@ -138,11 +100,35 @@ def test_cache_cap_drops_the_least_recently_used(tmp_path: Path) -> None:
     assert cache.clear() == 200 and cache.entries() == []
 
 
+def test_damaged_weights_are_found_before_the_commit(bundle: Path, builds: Any) -> None:
+    weights = bundle / "graphs" / "target.data"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    before = snapshot(bundle)
+    with pytest.raises(BundleError, match=r"target\.data should have sha256"):
+        compiled(bundle)
+    assert snapshot(bundle) == before
+
+
+def test_platforms_of_one_architecture_share_the_cache(bundle: Path, builds: Any, tmp_path: Path) -> None:
+    compiled(bundle, cache_dir=tmp_path / "cache", roles=("target",))
+    made = compiled(bundle, cache_dir=tmp_path / "cache", roles=("target",), platform="rtx-4090")
+    assert len(builds.jobs) == 1 and made.engines[0].report["platform"] == "rtx-4090"
+    open_bundle(bundle)
+
+
+def test_a_bundle_that_cannot_be_written(bundle: Path, builds: Any) -> None:
+    (bundle / "engines").write_text("in the way")
+    with pytest.raises(EngineBuildError, match=r"engines cannot be written to .*: File exists"):
+        compiled(bundle)
+
+
 class Crash(BaseException):
     """As sudden as a kill, and nothing catches it."""
 
 
-def test_crash_at_every_step_of_the_commit(bundle: Path, builds: Builds, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_crash_at_every_step_of_the_commit(bundle: Path, builds: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever file operation is the last, the bundle opens as it was or as it becomes."""
     compiled(bundle, platform="t4")
     before, steps = read_manifest(bundle), 0
@@ -174,7 +160,7 @@ def test_crash_at_every_step_of_the_commit(bundle: Path, builds: Builds, monkeyp
     assert names == {Path(path).name for e in found.engines for path in (e.file, e.report)}
 
 
-def test_failure_and_interrupt_leave_the_bundle_as_it_was(bundle: Path, builds: Builds) -> None:
+def test_failure_and_interrupt_leave_the_bundle_as_it_was(bundle: Path, builds: Any) -> None:
     before = snapshot(bundle)
     for error in (EngineBuildError("no"), KeyboardInterrupt()):
 
@@ -188,7 +174,7 @@ def test_failure_and_interrupt_leave_the_bundle_as_it_was(bundle: Path, builds: 
         assert snapshot(bundle) == before
 
 
-def test_bundle_rebuilt_meanwhile(bundle: Path, builds: Builds) -> None:
+def test_bundle_rebuilt_meanwhile(bundle: Path, builds: Any) -> None:
     def rebuild() -> None:
         manifest = read_manifest(bundle)
         record = dataclasses.replace(manifest.graphs["target"], inputs=manifest.graphs["target"].inputs[:-1])
@@ -202,11 +188,11 @@ def test_bundle_rebuilt_meanwhile(bundle: Path, builds: Builds) -> None:
         compiled(bundle, roles=("target",))
 
 
-def test_jobs_run_side_by_side(bundle: Path, builds: Builds) -> None:
+def test_jobs_run_side_by_side(bundle: Path, builds: Any) -> None:
     assert len(compiled(bundle, num_jobs=3).manifest.engines) == 3
 
 
-def test_memory_is_estimated_first(bundle: Path, builds: Builds, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_estimated_first(bundle: Path, builds: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "available_bytes", lambda: 300 << 20)
     with pytest.raises(EngineBuildError, match=r"needs about .* are free; close other programs.*--skip-memory-check"):
         compiled(bundle)
@@ -242,7 +228,7 @@ def test_worker_that_cannot_start_its_work_says_why(bundle: Path, rtx: object, t
 
 
 def test_killed_at_random_moments(bundle: Path, rtx: object) -> None:
-    """Twenty kills of the whole command, anywhere from its start to its end; the next one succeeds."""
+    """Twenty kills and interrupts of the command, anywhere from its start to its end; the next one succeeds."""
     command = [sys.executable, "-c", "from xpress_export.cli import main; main()", "compile", str(bundle)]
     command += ["--platform", "l4", "--role", "refiner", "--no-cache"]
     started = time.monotonic()
@@ -257,9 +243,11 @@ def test_killed_at_random_moments(bundle: Path, rtx: object) -> None:
             start_new_session=True,
         )
         time.sleep(rng.uniform(0.3, 1.0) * usual)
-        running.send_signal(signal.SIGKILL)
-        running.wait()
+        running.send_signal(signal.SIGKILL if n % 3 else rng.choice((signal.SIGINT, signal.SIGTERM)))
+        code = running.wait()
         manifest = open_bundle(bundle)
+        if code == 130:  # interrupted, not killed: nothing is left behind
+            assert not [p.name for p in (bundle / "engines").glob(f"*partial-{running.pid}")]
         assert [engine.role for engine in manifest.engines] == ["refiner"]
         manifests.add(manifest.digest)
     subprocess.run([*command, "--opt-level", "3"], check=True, capture_output=True)

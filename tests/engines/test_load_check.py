@@ -24,6 +24,7 @@ ENGINE = EngineRecord(
     precision="fp16",
     lowering="native",
     layout="split",
+    max_context=48,
     capacity=64,
     max_batch=4,
     hardware_compat="none",
@@ -80,7 +81,9 @@ def test_refused_with_the_field_and_the_command(engine: dict[str, Any], here: di
     with pytest.raises(PlanMismatchError) as caught:
         check_loadable(dataclasses.replace(ENGINE, **engine), running(**here), BUNDLE)
     assert told in str(caught.value)
-    assert "xpress-export compile my-bundle --platform l4 --backend tensorrt --max-batch 4" in str(caught.value)
+    assert "xpress-export compile my-bundle --platform l4 --backend tensorrt --max-context 48 --max-batch 4" in str(
+        caught.value
+    )
 
 
 def test_inspector_of_both_majors() -> None:

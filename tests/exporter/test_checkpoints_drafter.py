@@ -135,9 +135,7 @@ SLIDES = {"layer_types": ["sliding_attention", "full_attention"], "sliding_windo
         (SLIDES | {"causal": False}, (False, False)),
     ],
 )
-def test_causal_rule(
-    settings: dict[str, Any], causal: tuple[bool, ...], make: Any, target: TargetCheckpoint
-) -> None:
+def test_causal_rule(settings: dict[str, Any], causal: tuple[bool, ...], make: Any, target: TargetCheckpoint) -> None:
     def edit(raw: dict[str, Any]) -> None:
         raw.update(settings)
         if "causal" in raw:
@@ -303,9 +301,7 @@ def test_refusals(case: str, make: Any, target: TargetCheckpoint, refusal: Calla
     assert expected in message and str(folder) in message
 
 
-def test_exchanged_roles(
-    make: Any, target_folder: Path, target: TargetCheckpoint, refusal: Callable[..., str]
-) -> None:
+def test_exchanged_roles(make: Any, target_folder: Path, target: TargetCheckpoint, refusal: Callable[..., str]) -> None:
     message = refusal(read_drafter, str(target_folder), target)
     assert "describes Qwen3ForCausalLM, not a dFlash drafter; pass it as the target" in message
     for layout in ("z-lab", "speculators", "deepspec"):

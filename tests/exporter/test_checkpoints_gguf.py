@@ -186,9 +186,7 @@ def test_linear_and_yarn_scaling(tmp_path: Path) -> None:
     write(tmp_path / "plain.gguf")
     write(tmp_path / "linear.gguf", extra=linear)
     write(tmp_path / "yarn.gguf", "qwen3", extra=yarn)
-    plain, half, ramp = (
-        read_target(str(tmp_path / f"{n}.gguf")).config.rope for n in ("plain", "linear", "yarn")
-    )
+    plain, half, ramp = (read_target(str(tmp_path / f"{n}.gguf")).config.rope for n in ("plain", "linear", "yarn"))
     assert half.inv_freq == tuple(f / 4 for f in plain.inv_freq)
     assert ramp.attention_scaling == pytest.approx(0.1 * np.log(4.0) + 1)
     assert ramp.inv_freq[0] == plain.inv_freq[0] and ramp.inv_freq[-1] == plain.inv_freq[-1] / 4
@@ -279,9 +277,7 @@ def test_smollm2_equals_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = {"hidden_size": 576, "intermediate_size": 1536, "vocab_size": 49152, "num_hidden_layers": 2}
     with torch.device("meta"):  # transformers reads the tensors this model asks for: two layers are quick
         model = LlamaForCausalLM(LlamaConfig(**shape, num_attention_heads=9, num_key_value_heads=3))
-    tensors = load_gguf_checkpoint(str(read.folder_or_file), return_tensors=True, model_to_load=model)[
-        "tensors"
-    ]
+    tensors = load_gguf_checkpoint(str(read.folder_or_file), return_tensors=True, model_to_load=model)["tensors"]
     for inner in ("q_proj", "k_proj", "v_proj", "o_proj"):
         name = f"model.layers.1.self_attn.{inner}.weight"
         assert torch.equal(read.weights.read(name), torch.as_tensor(tensors[name])), name

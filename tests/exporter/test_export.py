@@ -374,6 +374,20 @@ def test_other_trios_are_lossless_too(opened: Any, stories: Any, name: str) -> N
                 assert list(result.token_ids) == stories[0].expected(40, 30)
 
 
+@pytest.mark.parametrize("num_right", [0, 3, 8])
+def test_point_17_anchor_sampled_drafters_fill_one_more_slot(
+    bundle_of: Any, scripted_bundle: Any, stories: Any, num_right: int
+) -> None:
+    """All slots of the block draft, so a step commits up to BLOCK + 1 tokens."""
+    story, num_tokens = stories[0], 1 + 3 * (num_right + 1)
+    script = story.script([num_right] * len(story.ids))
+    with Runtime.open(scripted_bundle(script, original=bundle_of("anchored")), num_threads=1) as runtime:
+        params = SamplingParams(max_new_tokens=num_tokens, ignore_eos=True, mode="dflash")
+        result = runtime.generate(story.ids[:40], params).result()
+    assert list(result.token_ids) == story.expected(40, num_tokens)
+    assert result.stats.tau == num_right + 1
+
+
 @pytest.mark.parametrize("name", ["plain", "half"])
 def test_a_tied_target_writes_what_transformers_writes(
     opened: Any, recipes: dict[str, ExportOptions], name: str

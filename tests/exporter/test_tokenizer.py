@@ -71,9 +71,7 @@ def export(folder: Path, out: Path, stops: tuple[int, ...] = ()) -> TextCodec:
 def assert_like_transformers(codec: TextCodec, reference: PreTrainedTokenizerFast) -> None:
     for text in TEXTS:
         assert codec.encode(text) == reference(text).input_ids
-        assert codec.decode(codec.encode(text)) == reference.decode(
-            reference(text).input_ids, skip_special_tokens=True
-        )
+        assert codec.decode(codec.encode(text)) == reference.decode(reference(text).input_ids, skip_special_tokens=True)
     for messages in CONVERSATIONS:
         for options in ({}, {"enable_thinking": False}):
             arguments = {"add_generation_prompt": True, **options}
@@ -132,9 +130,7 @@ def test_smollm2_fingerprint_is_stable_and_its_own(smollm2):
     info, _ = smollm2
     assert tokenizer_fingerprint(info.folder / "tokenizer.json") == info.fingerprint
     with pytest.raises(CheckpointError, match="token 3 is '<repo_name>'"):
-        check_same_tokenizer(
-            info, write_model(info.folder / "other", train(), eos_token="<|im_end|>"), "drafter"
-        )
+        check_same_tokenizer(info, write_model(info.folder / "other", train(), eos_token="<|im_end|>"), "drafter")
 
 
 # A small GGUF file.
@@ -194,9 +190,7 @@ def test_template_file_beside_the_config(tokenizer, tmp_path):
 
 def test_post_processor_adds_bos(tmp_path):
     own = train()
-    own.post_processor = processors.TemplateProcessing(
-        "<|im_start|> $A", special_tokens=[("<|im_start|>", 1)]
-    )
+    own.post_processor = processors.TemplateProcessing("<|im_start|> $A", special_tokens=[("<|im_start|>", 1)])
     folder = write_model(tmp_path / "model", own, bos_token="<|im_start|>", chat_template=CHATML)
     info = export_tokenizer(folder, tmp_path / "out", stop_token_ids=())
     codec = TextCodec.open(info.folder)

@@ -28,6 +28,7 @@ The 17 points of the checklist in facts/drafter.md (8.1), and the tests that hol
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -347,6 +348,17 @@ def test_points_2_3_4_8_caches_hold_committed_rows(
         got = slot.drafter.cache._arrays[f"past_{('key', 'value')[i % 2]}_{i // 2}"][:, :, :drafted]
         assert_close(torch.from_numpy(got), expected)
     assert num_rows - BLOCK <= drafted < num_rows
+
+
+def test_times_add_up(runtimes: dict[str, Runtime], stories: Any) -> None:
+    result = generate(runtimes["mixed"], stories[0].ids[:50], 60, mode="xpress")
+    stats, told = result.stats, result.stats.to_dict()
+    assert min(stats.prefill_ms, stats.draft_ms, stats.refine_ms, stats.verify_ms, stats.host_ms) > 0
+    assert stats.decode_ms == pytest.approx(stats.draft_ms + stats.refine_ms + stats.verify_ms + stats.host_ms)
+    assert stats.tokens_per_s == pytest.approx(59_000 / stats.decode_ms)
+    assert json.loads(json.dumps(told)) == told
+    assert told["tau"] == stats.tau
+    assert {"num_verify_steps", "num_draft_tokens", "num_accepted", "acceptance_histogram"} < told.keys()
 
 
 def test_point_6_the_mask_id_is_an_ordinary_token_of_the_answer(runtimes: dict[str, Runtime], stories: Any) -> None:

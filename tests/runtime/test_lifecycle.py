@@ -104,8 +104,7 @@ def test_many_threads(runtime: Runtime, stories: Any) -> None:
     assert len(runtime._free) <= 4
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("leave", ["close", "forget", "raise"])
+@pytest.mark.parametrize(("leave", "mode"), [*itertools.product(("close", "raise"), MODES), ("forget", "xpress")])
 def test_a_generation_left_early_gives_its_memory_back(runtime: Runtime, stories: Any, leave: str, mode: str) -> None:
     generation = start(runtime, stories[0], 40, 50, mode)
     for _ in range(3):
