@@ -18,6 +18,7 @@ import logging
 import os
 import re
 import tempfile
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -28,7 +29,7 @@ from typing import Any, Protocol
 from xpress_export.engines.builder import Listener
 from xpress_export.engines.options import CompileOptions
 from xpress_export.engines.plan import BundlePlan, EnginePlan, check_memory, plan_bundle
-from xpress_export.engines.process import build_in_subprocess
+from xpress_export.engines.process import Workers, build_in_subprocess
 from xpress_export.engines.report import build_report
 from xpress_export.errors import BundleError, EngineBuildError
 from xpress_export.folders import require_free_space, sync
@@ -115,9 +116,18 @@ def _temporary() -> Iterator[Path]:
 @contextlib.contextmanager
 def _verified(folder: Path, manifest: Manifest) -> Iterator[Future[None]]:
     """Compare the bundle's files with its manifest while engines are built from them; sizes are looked at first."""
+    graphs = replace(manifest, engines=(), files=tuple(sorted(_weights(manifest), key=lambda file: file.path)))
+    stopped = threading.Event()
+
+    def go_on(_num_bytes: int) -> None:
+        if stopped.is_set():
+            raise EngineBuildError("the compilation has ended")  # nobody waits for it any more
+
     with ThreadPoolExecutor(1) as pool:
-        graphs = replace(manifest, engines=(), files=tuple(sorted(_weights(manifest), key=lambda file: file.path)))
-        yield pool.submit(verify_files, folder, graphs)
+        try:
+            yield pool.submit(verify_files, folder, graphs, go_on)
+        finally:
+            stopped.set()
 
 
 @dataclass(frozen=True)
@@ -151,7 +161,7 @@ def _partials(plan: BundlePlan) -> Iterator[Partials]:
     try:
         yield paths
     finally:
-        for path in paths.values():
+        for path in folder.glob(f".*.partial-{os.getpid()}"):  # plans, and a report that was being written
             path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # not empty: there are engines
             folder.rmdir()
@@ -164,8 +174,10 @@ def _build_all(
     missing = [engine for engine in plan.engines if found[engine.role] is None]
     check_memory(plan, missing)
 
+    workers = Workers()
+
     def build(engine: EnginePlan) -> Built:
-        made = _build_one(plan, engine, partials[engine.role], work, progress)
+        made = _build_one(plan, engine, partials[engine.role], work, progress, workers)
         disk.submit(sync, partials[engine.role])
         return made
 
@@ -173,7 +185,11 @@ def _build_all(
         made = [build(engine) for engine in missing]
     else:
         with ThreadPoolExecutor(plan.options.num_jobs) as pool:
-            made = list(pool.map(build, missing))
+            try:
+                made = list(pool.map(build, missing))
+            except BaseException:
+                workers.kill()
+                raise
     return [*(built for built in found.values() if built is not None), *made]
 
 
@@ -185,12 +201,14 @@ def _from_cache(plan: BundlePlan, engine: EnginePlan, partial: Path) -> Built | 
     return Built(role=engine.role, cached=True, report=report)
 
 
-def _build_one(plan: BundlePlan, engine: EnginePlan, partial: Path, work: Path, progress: BuildProgress) -> Built:
+def _build_one(
+    plan: BundlePlan, engine: EnginePlan, partial: Path, work: Path, progress: BuildProgress, workers: Workers
+) -> Built:
     place = work / engine.role
     place.mkdir()
     job = plan.job(engine, place, partial)
     with progress.engine(engine.role, engine.expected_s) as listener:
-        result = build_in_subprocess(job, listener, engine.weight_bytes)
+        result = build_in_subprocess(job, listener, engine.weight_bytes, workers)
     report = build_report(plan, engine, job, result)
     for warning in result.warnings:
         logger.info("%s: %s", engine.role, warning)

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from typing import IO, Any
 
 from xpress_export.console import human_bytes
@@ -20,7 +21,31 @@ from xpress_export.errors import EngineBuildError
 _TAIL_BYTES = 2000
 
 
-def build_in_subprocess(job: BuildJob, listener: Listener, weight_bytes: int) -> BuildResult:
+class Workers:
+    """The worker processes of one compilation, so that all of them can be ended from another thread."""
+
+    def __init__(self) -> None:
+        self._running: set[subprocess.Popen[str]] = set()
+        self._ended = False
+
+    def kill(self) -> None:
+        """End all workers, those that are about to start included."""
+        self._ended = True
+        for process in tuple(self._running):
+            process.kill()
+
+    @contextlib.contextmanager
+    def watch(self, process: subprocess.Popen[str]) -> Iterator[None]:
+        self._running.add(process)
+        if self._ended:
+            process.kill()
+        try:
+            yield
+        finally:
+            self._running.discard(process)
+
+
+def build_in_subprocess(job: BuildJob, listener: Listener, weight_bytes: int, workers: Workers) -> BuildResult:
     """Run the worker on `job` and wait for it; on any exception here, Ctrl-C included, the worker is killed.
 
     weight_bytes: for the estimate that a message about memory gives.
@@ -29,7 +54,10 @@ def build_in_subprocess(job: BuildJob, listener: Listener, weight_bytes: int) ->
     command = [sys.executable, "-m", "xpress_export.engines.worker", str(os.getpid())]
     with tempfile.TemporaryFile() as log:
         pipe = subprocess.PIPE
-        with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=log, text=True) as process:
+        with (
+            subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=log, text=True) as process,
+            workers.watch(process),
+        ):
             try:
                 last = _converse(process, job, listener)
                 code = process.wait()

@@ -592,10 +592,13 @@ def test_killing_build_leaves_no_bundle_and_the_next_build_cleans_up(
     assert "share of wrong tokens" in shown
 
 
+OWN = "[bold]own :smile:"
+
+
 @pytest.fixture
 def own_bundle(tiny_bundle: Path, tmp_path: Path) -> Path:
-    """A copy of the tiny bundle that `build_command` would write, and a test may spoil."""
-    folder = shutil.copytree(tiny_bundle, tmp_path / "own")
+    """A copy of the tiny bundle as `build_command` would write it, for a test to spoil; its name is not markup."""
+    folder = shutil.copytree(tiny_bundle, tmp_path / OWN)
     manifest = read_manifest(folder)
     assert manifest.draft is not None
     write_manifest(folder, dataclasses.replace(manifest, draft=dataclasses.replace(manifest.draft, trained=True)))
@@ -606,7 +609,7 @@ def own_bundle(tiny_bundle: Path, tmp_path: Path) -> Path:
 def test_a_valid_bundle_is_reused(tiny_trio: Any, own_bundle: Path, call: Callable[..., Done]) -> None:
     before = {path: path.stat().st_mtime_ns for path in own_bundle.rglob("*")}
     done = call(*build_command(tiny_trio, own_bundle))
-    assert (done.code, "is valid and was reused" in done.out) == (0, True)
+    assert (done.code, f"bundle {own_bundle} is valid and was reused" in done.out) == (0, True)
     assert {path: path.stat().st_mtime_ns for path in own_bundle.rglob("*")} == before
 
 
@@ -614,10 +617,10 @@ def test_a_valid_bundle_is_reused(tiny_trio: Any, own_bundle: Path, call: Callab
 def test_a_damaged_bundle_is_built_again(tiny_trio: Any, own_bundle: Path, call: Callable[..., Done]) -> None:
     damage(own_bundle)
     done = call(*build_command(tiny_trio, own_bundle))
-    assert (done.code, "built: target + drafter + refiner" in done.out) == (0, True)
+    assert (done.code, f"bundle {own_bundle} built: target + drafter + refiner" in done.out) == (0, True)
     assert re.match("warning: building again: .*target.data.*", done.err)
     open_bundle(own_bundle)
-    assert os.listdir(own_bundle.parent) == ["own"]
+    assert os.listdir(own_bundle.parent) == [OWN]
 
 
 def build_command(trio: Any, out: Path) -> list[str | Path]:
@@ -691,7 +694,8 @@ def test_a_missing_package_is_named_with_its_extra(
         "            raise ModuleNotFoundError(f'No module named {name!r}', name=name)\n"
         "sys.meta_path.insert(0, Block())\n"
     )
-    done = run(*command.format(bundle=tiny_bundle).split(), PYTHONPATH=str(tmp_path))
+    path = os.pathsep.join([str(tmp_path), ENVIRONMENT.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    done = run(*command.format(bundle=tiny_bundle).split(), PYTHONPATH=path)
     if extra:
         refused(done, f"{package.replace('_', '-')} is needed to", f"pip install 'xpress-export[{extra}]'")
     else:

@@ -27,6 +27,7 @@ from xpress_export.cli_eval import evaluate_command
 from xpress_export.cli_generate import generate_command, warn_untrained
 from xpress_export.cli_train import train
 from xpress_export.errors import XpressExportError
+from xpress_export.folders import check_free_to_use
 
 err = ui.make_console(stderr=True)
 out = ui.make_console()
@@ -105,8 +106,7 @@ def build_options(command: Command) -> Command:
         click.option(
             "--precision",
             type=click.Choice(["fp32", "fp16"]),
-            default="fp32",
-            help="Type of weights and cache.",
+            help="Type of weights and cache.  [default: fp32 on cpu, fp16 elsewhere]",
         ),
         click.option(
             "--max-context",
@@ -159,12 +159,13 @@ def _export(
     refiner: str | None,
     preset: str | None,
     platform: str,
-    precision: str,
+    precision: str | None,
     max_context: int | None,
     lowering: str,
     logits: bool,
     out: Path,
 ) -> None:
+    precision = precision or ("fp32" if platform == platforms.CPU else "fp16")
     platforms.require(platform, precision)
     if (target is None) == (preset is None):
         raise click.UsageError("give either --target (with --drafter and --refiner) or --preset")
@@ -173,6 +174,7 @@ def _export(
     if refiner is not None and drafter is None:
         raise click.UsageError("--refiner corrects a drafter's block: give --drafter too")
     sources = presets.PRESETS[preset].sources() if preset else dict(target=target, drafter=drafter, refiner=refiner)
+    check_free_to_use(out, replace=True)  # before anything that takes time
     progress = ui.ConsoleProgress(err)
     with progress.step("Loading PyTorch and transformers", expected_s=6):
         from xpress_export.exporter import export as exporter

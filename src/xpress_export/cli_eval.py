@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
-from rich.console import Console
+from rich.table import Table
 
 from xpress_export import console as ui
 
@@ -50,10 +50,11 @@ def evaluate_command(
     passes = _passes(refine_passes)
     benchmarks = {path.stem: read_prompts(path, limit) for path in prompts}
     with contextlib.ExitStack() as stack:
+        progress = ui.ConsoleProgress(ui.make_console(stderr=True))
         runtimes = [stack.enter_context(Runtime.open(bundle, num_threads=threads)) for bundle in bundles]
         wanted = modes.split(",") if modes else None
         arms = [arm for runtime in runtimes for arm in arms_of(runtime, wanted, passes)]
-        rows = evaluate(benchmarks, tell_apart(arms), max_new_tokens, ui.ConsoleProgress(Console(stderr=True)))
+        rows = evaluate(benchmarks, tell_apart(arms), max_new_tokens, progress)
     rows += overall(rows) if len(benchmarks) > 1 else []
     if html is not None:
         from xpress_export.report import evaluation_page
@@ -62,7 +63,7 @@ def evaluate_command(
     if as_json:
         click.echo(json.dumps({"max_new_tokens": max_new_tokens, "rows": [row.to_dict() for row in rows]}, indent=2))
         return
-    Console(highlight=False).print(_table(rows))
+    ui.make_console().print(_table(rows))
     click.echo("executed on CPU; tau: tokens per verify step, mean over responses with its 95% confidence interval")
 
 
@@ -78,7 +79,7 @@ def _passes(text: str | None) -> list[int]:
         ) from error
 
 
-def _table(rows: Sequence[Row]) -> object:
+def _table(rows: Sequence[Row]) -> Table:
     header = ("prompts", "mode", "n", "tau", "tokens/s", "speed-up", "accepted per slot")
     cells = [
         (

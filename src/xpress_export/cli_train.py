@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
-from rich.console import Console
 
 from xpress_export import console as ui
 from xpress_export.errors import MissingDependencyError
@@ -95,7 +94,7 @@ def _run(kind: str, target: str, data: tuple[str, ...], config: Path | None, out
 
 
 def _progress() -> ui.ConsoleProgress:
-    return ui.ConsoleProgress(Console(stderr=True))
+    return ui.ConsoleProgress(ui.make_console(stderr=True))
 
 
 def _api() -> Any:

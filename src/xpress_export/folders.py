@@ -57,13 +57,13 @@ def staged_folder(out: Path, *, replace: bool) -> Iterator[Path]:
     always be filled; a folder with anything in it that no bundle has is never touched.
     """
     out = Path(os.path.realpath(out))
-    _check_free_to_use(out, replace)
+    check_free_to_use(out, replace=replace)
     with _claimed(out) as stage:
         with _full_disk_explained(out.parent):
             yield stage.partial
         with _explained(f"{out} cannot be written"):
             _sync_tree(stage.partial)
-        _check_free_to_use(out, replace)
+        check_free_to_use(out, replace=replace)
         with _explained(f"{out} cannot be put in place"):
             _put_in_place(stage)
 
@@ -170,7 +170,8 @@ def _exchange(one: Path, other: Path) -> bool:
     raise OSError(number, os.strerror(number))
 
 
-def _check_free_to_use(out: Path, replace: bool) -> None:
+def check_free_to_use(out: Path, *, replace: bool) -> None:
+    """Refuse a name that `staged_folder` could not give to a new folder; `replace` as there."""
     with _explained(f"{out} cannot be used"):
         if not out.exists():
             return

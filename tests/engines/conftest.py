@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from xpress_export.engines import compile as compile_module
-from xpress_export.engines import libraries
+from xpress_export.engines import libraries, memory
 from xpress_export.engines.job import BuildJob, BuildResult
 from xpress_export.engines.libraries import Library
 from xpress_export.exporter.export import export
@@ -89,7 +89,7 @@ class Builds:
         self.jobs: list[BuildJob] = []
         self.before: Callable[[], None] = lambda: None
 
-    def __call__(self, job: BuildJob, listener: Any, weight_bytes: int) -> BuildResult:
+    def __call__(self, job: BuildJob, listener: Any, weight_bytes: int, workers: Any) -> BuildResult:
         self.jobs.append(job)
         self.before()
         listener("Building engine", 0.5)
@@ -115,4 +115,5 @@ class Builds:
 def builds(monkeypatch: pytest.MonkeyPatch, rtx: object) -> Builds:
     made = Builds()
     monkeypatch.setattr(compile_module, "build_in_subprocess", made)
+    monkeypatch.setattr(memory, "available_bytes", lambda: 8 << 30)  # whatever else runs on this machine
     return made

@@ -218,19 +218,29 @@ def test_killed_worker_is_explained(bundle: Path, rtx: object, tmp_path: Path) -
             os.kill(killed[0], signal.SIGKILL)
 
     with pytest.raises(EngineBuildError, match=r"the refiner engine was killed, as the system does .*it needs about"):
-        process.build_in_subprocess(job, kill, 1 << 20)
+        process.build_in_subprocess(job, kill, 1 << 20, process.Workers())
 
 
 def test_worker_that_cannot_start_its_work_says_why(bundle: Path, rtx: object, tmp_path: Path) -> None:
     job = dataclasses.replace(real_job(bundle, tmp_path), graph=tmp_path / "absent.onnx")
     with pytest.raises(EngineBuildError, match=r"absent\.onnx"):
-        process.build_in_subprocess(job, lambda *_: None, 1)
+        process.build_in_subprocess(job, lambda *_: None, 1, process.Workers())
+
+
+def test_one_failure_ends_the_builds_beside_it(bundle: Path, rtx: object, tmp_path: Path) -> None:
+    """With several jobs, an interrupt or an error does not wait for the other builds."""
+    job, workers = real_job(bundle, tmp_path), process.Workers()
+    workers.kill()
+    started = time.monotonic()
+    with pytest.raises(EngineBuildError, match="was killed"):
+        process.build_in_subprocess(job, lambda *_: None, 1, workers)
+    assert time.monotonic() - started < 5 and not job.plan.exists()
 
 
 def test_killed_at_random_moments(bundle: Path, rtx: object) -> None:
     """Twenty kills and interrupts of the command, anywhere from its start to its end; the next one succeeds."""
     command = [sys.executable, "-c", "from xpress_export.cli import main; main()", "compile", str(bundle)]
-    command += ["--platform", "l4", "--role", "refiner", "--no-cache"]
+    command += ["--platform", "l4", "--role", "refiner", "--no-cache", "--skip-memory-check"]
     started = time.monotonic()
     subprocess.run(command, check=True, capture_output=True)
     usual = time.monotonic() - started

@@ -110,12 +110,15 @@ def test_a_stop_token_as_the_last_token_of_the_budget_is_a_stop(runtimes: dict[s
             assert (result.finish_reason, list(result.token_ids)) == ("stop", expected[:num_tokens])
 
 
-def naive_stop(text_of: Any, ids: Sequence[int], stop: str) -> tuple[str, int]:
-    """Text and number of tokens by the definition: stop at the first token whose text so far holds `stop`."""
+def naive_stop(text_of: Any, ids: Sequence[int], stops: Sequence[str], stop_ids: Sequence[int] = ()) -> tuple[str, int]:
+    """Text and number of tokens by the definition: the first token that is a stop, or completes a stop string."""
     for count in range(1, len(ids) + 1):
+        if ids[count - 1] in stop_ids:
+            return text_of(ids[: count - 1]), count
         text = text_of(ids[:count])
-        if stop in text:
-            return text[: text.index(stop)], count
+        starts = [text.index(stop) for stop in stops if stop in text]
+        if starts:
+            return text[: min(starts)], count
     return text_of(ids), len(ids)
 
 
@@ -134,7 +137,7 @@ def test_point_16_stop_strings_at_every_offset(
         stop = text[start : start + length]
         if "\ufffd" in stop:  # not a character yet when the text ends here
             continue
-        expected, count = naive_stop(text_of, ids, stop)
+        expected, count = naive_stop(text_of, ids, [stop])
         request = {"max_new_tokens": num_tokens, "ignore_eos": True, "stop": (stop,)}
         result = generate(runtimes, name, stories[0].ids[:num_prompt], **request)
         assert (result.text, len(result.token_ids)) == (expected, count), stop
@@ -147,12 +150,23 @@ def test_point_16_stop_strings_at_every_offset(
     assert crossed or length == 1
 
 
+def test_point_16_of_two_stop_strings_in_one_token_the_earlier_wins(
+    runtimes: dict[str, Runtime], stories: Any, text_of: Any
+) -> None:
+    at = next(n for n in range(20, 500) if len(text_of(stories[0].ids[n : n + 1]).strip()) > 4)
+    piece = text_of(stories[0].ids[at : at + 1])
+    for stop in ((piece[-2:], piece[-4:]), (piece[-4:], piece[-2:])):
+        for name in NAMES:
+            result = generate(runtimes, name, stories[0].ids[: at - 3], max_new_tokens=9, ignore_eos=True, stop=stop)
+            assert result.text == text_of(stories[0].ids[at - 3 : at]) + piece[:-4]
+
+
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_point_16_any_stop_strings_and_tokens(
     runtimes: dict[str, Runtime], stories: Any, text_of: Any, data: st.DataObject
 ) -> None:
-    """Whatever ends it, drafting changes neither tokens, text nor reason; the stream takes nothing back."""
+    """Whatever ends it, drafting changes neither tokens, text nor reason, and the end is where it should be."""
     num_prompt = data.draw(st.integers(1, 150))
     num_tokens = data.draw(st.integers(1, 40))
     ids = stories[0].expected(num_prompt, num_tokens)
@@ -171,6 +185,9 @@ def test_point_16_any_stop_strings_and_tokens(
     assert list(got_ids) == ids[: len(got_ids)]
     assert not any(piece in got_text for piece in stop)
     assert reason == "stop" or len(got_ids) == num_tokens
+    if not any("\ufffd" in piece for piece in stop):  # which a prefix shows where the whole has a character
+        stop_ids = (*tokens, *(() if request["ignore_eos"] else (2,)))
+        assert (got_text, len(got_ids)) == naive_stop(text_of, ids, stop, stop_ids)
 
 
 @pytest.mark.parametrize("name", NAMES)
