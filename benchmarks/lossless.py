@@ -85,12 +85,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--prompts", type=Path, default=Path(__file__).parent / "prompts.txt")
+    parser.add_argument("--prompts", type=Path, default=Path(__file__).parent / "prompts.jsonl")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     from xpress_export.runtime import Runtime
+    from xpress_export.runtime.evaluate import read_prompts
 
-    prompts = [line for line in options.prompts.read_text("utf-8").splitlines() if line.strip()]
+    prompts = read_prompts(options.prompts)
     with Runtime.open(options.bundle) as runtime:
         rows = compare(runtime, reference(runtime.manifest.target.source), prompts, options.tokens)
     lost = [r for r in rows if not r["identical"] and not r.get("logit_gap", 1.0) <= NEAR_TIE]
@@ -104,10 +105,8 @@ def main() -> None:
             print(f"{mode:8s} {same} of {len(mine)} prompts identical, {tokens} tokens, mean tau {tau:.3f}")
         for row in rows:
             if not row["identical"]:
-                kind = "LOST" if row in lost else "near-tie"
-                print(
-                    f"{kind}: {row['mode']}, token {row['first_difference']}, gap {row.get('logit_gap')}: {row['prompt']}"
-                )
+                kind, at, gap = "LOST" if row in lost else "near-tie", row["first_difference"], row.get("logit_gap")
+                print(f"{kind}: {row['mode']}, token {at}, gap {gap}: {row['prompt']}")
     sys.exit(1 if lost else 0)
 
 
