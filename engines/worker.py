@@ -81,4 +81,6 @@ def _send(events: TextIO, event: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stderr.flush()
+    os._exit(code)  # everything is written; taking TensorRT down object by object would only take time
