@@ -33,8 +33,6 @@ class Graph:
         options.log_severity_level = 3
         if num_threads is not None:
             options.intra_op_num_threads = num_threads
-        # Three sessions take turns: a pool that keeps spinning after its call steals the next one's cores.
-        options.add_session_config_entry("session.force_spinning_stop", "1")
         try:
             self.session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
         except Exception as err:  # onnxruntime raises plain classes of its own, without a common base
