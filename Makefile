@@ -1,6 +1,7 @@
 # make demo   set up, build the bundle of a real trio, generate text from it
 # make test   set up, then lint, type-check and run every test
 # make bench  set up, then compare plain decoding with onnxruntime-genai and transformers
+# make matrix set up, then compile the reference trio for every GPU architecture and precision TensorRT-RTX can build
 
 PYTHON ?= python3
 VENV := .venv
@@ -9,7 +10,7 @@ BUNDLE := bundles/smollm2-135m
 PROMPT ?= Explain in three short sentences why the sky is blue.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: setup demo test lint bench clean
+.PHONY: setup demo test lint bench matrix clean
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/.cpu
@@ -54,6 +55,14 @@ test: lint
 bench: $(VENV)/.bench
 	@$(BIN)/xpress-export build --preset smollm2-135m --out $(BUNDLE)
 	$(BIN)/python benchmarks/cpu_decode.py $(BUNDLE)
+
+# INT8 and FP8 graphs have stand-in scales here: they show what compiles, not what quality is left.
+matrix: $(VENV)/.dev
+	rm -rf bundles/matrix-int8 bundles/matrix-fp8
+	$(BIN)/xpress-export build --preset smollm2-135m --precision fp16 --out bundles/matrix-fp16
+	$(BIN)/python benchmarks/stand_in_scales.py bundles/matrix-fp16 int8 bundles/matrix-int8
+	$(BIN)/python benchmarks/stand_in_scales.py bundles/matrix-fp16 fp8 bundles/matrix-fp8
+	$(BIN)/python benchmarks/engines.py matrix bundles/matrix-fp16 bundles/matrix-int8 bundles/matrix-fp8
 
 clean:
 	rm -rf $(VENV) build dist bundles .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from xpress_export.cli_eval import evaluate_command
+from xpress_export.cli import cli
 from xpress_export.errors import RequestError
 from xpress_export.runtime import Runtime, Stats
 from xpress_export.runtime.api import Result
@@ -84,7 +84,7 @@ def test_the_command_prints_json_and_writes_a_page(tiny_bundle: Path, tmp_path: 
     prompts, page = tmp_path / "own.jsonl", tmp_path / "page.html"
     prompts.write_text('{"prompt": "hello there"}\n{"prompt": "one two"}\n')
     arguments = [str(tiny_bundle), "--prompts", str(prompts), "--max-new-tokens", "12", "--refine-passes", "0..1"]
-    done = CliRunner().invoke(evaluate_command, [*arguments, "--json", "--html", str(page)])
+    done = CliRunner().invoke(cli, ["eval", *arguments, "--json", "--html", str(page)])
     assert done.exit_code == 0, done.output
     rows = json.loads(done.stdout)["rows"]
     assert [row["arm"] for row in rows] == ["target", "dflash", "xpress", "xpress K=0", "xpress K=1"]
@@ -96,6 +96,6 @@ def test_the_command_prints_json_and_writes_a_page(tiny_bundle: Path, tmp_path: 
 
 def test_the_command_refuses_a_bad_sweep(tiny_bundle: Path, tmp_path: Path) -> None:
     arguments = [str(tiny_bundle), "--prompts", "x", "--refine-passes", "many"]
-    done = CliRunner().invoke(evaluate_command, arguments)
+    done = CliRunner().invoke(cli, ["eval", *arguments])
     assert done.exit_code == 2
     assert "range A..B" in done.output
