@@ -210,11 +210,16 @@ def test_file_and_folders_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert refused(tmp_path / "mount").startswith("OUT is a mount point, which cannot be renamed")
 
 
-def test_parent_missing_or_not_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    message = refused(tmp_path / "none" / "out")
-    assert message.startswith(f"no folder can be made in {tmp_path}/none: No such file or directory; check")
+def test_missing_folders_above_are_made(tmp_path: Path) -> None:
+    with staged_folder(tmp_path / "new" / "newer" / "out", replace=True) as partial:
+        (partial / "file").write_text("x")
+    assert (tmp_path / "new" / "newer" / "out" / "file").read_text() == "x"
+
+
+def test_parent_is_a_file_or_not_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
-    assert ": Not a directory; " in refused(tmp_path / "file" / "out")
+    message = refused(tmp_path / "file" / "out")
+    assert message.startswith(f"no folder can be made in {tmp_path}/file: File exists; check")
 
     def denied(*_: object, **__: object) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")

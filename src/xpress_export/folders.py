@@ -53,6 +53,8 @@ logger = logging.getLogger(__name__)
 def staged_folder(out: Path, *, replace: bool) -> Iterator[Path]:
     """Build a folder aside and give it its name when the block ends without an error.
 
+    Folders above `out` are made where they are missing, and stay.
+
     replace: whether `out` may be a bundle already, which the new folder then replaces. An empty folder may
     always be filled; a folder with anything in it that no bundle has is never touched.
     """
@@ -99,6 +101,8 @@ def _claimed(out: Path) -> Iterator[_Stage]:
     stage = _Stage(out, f"{os.getpid()}-{secrets.token_hex(4)}")
     with contextlib.ExitStack() as stack:
         # One build at a time looks for leftovers and makes its own folder, which is unlocked for an instant.
+        with _explained(f"no folder can be made in {out.parent}"):
+            out.parent.mkdir(parents=True, exist_ok=True)
         with _explained(f"no folder can be made in {out.parent}"), _locked(out.parent):
             for left in _leftovers(out):
                 left.clean()
