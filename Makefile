@@ -7,7 +7,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 BUNDLE := bundles/smollm2-135m
-PROMPT ?= Explain in three short sentences why the sky is blue.
+PROMPT ?= Mia has 3 boxes of 24 pencils and gives away 29 of them. How many pencils are left?
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: setup demo test lint bench matrix clean
