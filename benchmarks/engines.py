@@ -184,7 +184,7 @@ def random_bundle(out: Path) -> None:
     )
     half = torch.float16
     traced: dict[str, Callable[[], Any]] = {
-        names.TARGET: lambda: trace_target(target, drafter.target_layer_ids, half, with_logits=False),
+        names.TARGET: lambda: trace_target(target, drafter.target_layer_ids, half),
         names.DRAFTER: lambda: trace_drafter(drafter, half, for_refiner=True),
         names.REFINER: lambda: trace_refiner(refiner, 1, half),
     }

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import onnx_ir as ir
 import torch
 
@@ -42,6 +43,7 @@ from xpress_export.exporter.trace import OPSET, Source, WeightFile, attach, save
 from xpress_export.exporter.weights import WeightSource
 from xpress_export.folders import files_below, require_free_space, staged_folder
 from xpress_export.manifest import (
+    DRAFT_VOCAB_FILE,
     GRAPHS_FOLDER,
     MANIFEST_FILE,
     TOKENIZER_FOLDER,
@@ -73,7 +75,6 @@ class ExportOptions:
     """What to export. Sources are a folder, a hub id or (target) a GGUF file.
 
     max_context: tokens of prompt and answer a request may have; None: what the target was made for.
-    with_logits: also output the target's logits, for sampling and quality gates.
     lowering: "native"; "decomposed" adds the graphs for an older TensorRT; "auto" adds them where the platform has one.
     preset: name recorded in the manifest. trained: False for stand-in drafters with random weights.
     """
@@ -84,7 +85,6 @@ class ExportOptions:
     precision: str = "fp32"
     platform: str = "cpu"
     max_context: int | None = None
-    with_logits: bool = False
     lowering: str = "auto"
     preset: str | None = None
     trained: bool = True
@@ -206,13 +206,11 @@ def _reusable(out: Path, trio: Trio, options: ExportOptions, max_context: int, p
     except BundleError as err:
         logger.warning("building again: %s", err)
         return None
-    has_logits = any(t.name == names.LOGITS for t in found.graphs[names.TARGET].outputs)
     is_now = {
         "tool": found.tool,
         "platform": found.platform,
         "precision": found.precision,
         "max_context": found.max_context,
-        "--logits": has_logits,
         "lowering": bool(found.decomposed),
         "preset": found.preset,
         "trained": found.draft.trained if found.draft else None,
@@ -223,7 +221,6 @@ def _reusable(out: Path, trio: Trio, options: ExportOptions, max_context: int, p
         "platform": options.platform,
         "precision": options.precision,
         "max_context": max_context,
-        "--logits": options.with_logits,
         "lowering": options.decomposed,
         "preset": options.preset,
         "trained": options.trained if trio.drafter else None,
@@ -260,6 +257,8 @@ def _write_graphs(trio: Trio, options: ExportOptions, folder: Path, progress: Pr
             decompose(model)
             save(model, folder / f"{role}.decomposed.onnx")
             decomposed[role] = _graph_record(f"{role}.decomposed", model)
+    if trio.drafter is not None and trio.drafter.draft_to_target is not None:
+        np.save(folder / Path(DRAFT_VOCAB_FILE).name, trio.drafter.draft_to_target.numpy())
     return records, decomposed
 
 
@@ -283,7 +282,7 @@ def _jobs(trio: Trio, options: ExportOptions, dtype: torch.dtype) -> list[Job]:
     jobs: list[Job] = [
         (
             names.TARGET,
-            lambda: trace_target(target.config, trio.taps, dtype, with_logits=options.with_logits),
+            lambda: trace_target(target.config, trio.taps, dtype),
             lambda name: _target_source(target, name),
             num_parameters(target.weights) * dtype.itemsize,
         )
@@ -462,6 +461,7 @@ def _draft_record(trio: Trio, options: ExportOptions) -> DraftRecord:
         first_slot=config.first_slot,
         num_draft_tokens=config.num_draft_tokens,
         draft_vocab_size=config.draft_vocab_size or config.decoder.vocab_size,
+        vocab_file=None if trio.drafter.draft_to_target is None else DRAFT_VOCAB_FILE,
         refine_passes=passes,
         trained=options.trained,
     )

@@ -23,14 +23,14 @@ _B, _S, _C = 2, 5, 32
 
 
 class _TargetGraph(nn.Module):
-    def __init__(self, model: Target, with_logits: bool) -> None:
+    def __init__(self, model: Target) -> None:
         super().__init__()
-        self.model, self.with_logits = model, with_logits
+        self.model = model
 
     def forward(self, input_ids: Tensor, write_index: Tensor, cache: list[Tensor]) -> tuple[Tensor, ...]:
         logits, tapped, present = self.model(input_ids, write_index, cache)
-        extra = ([tapped] if tapped is not None else []) + ([logits] if self.with_logits else [])
-        return (logits.argmax(-1), *extra, *present)
+        taps = () if tapped is None else (tapped,)
+        return (logits.argmax(-1), *taps, logits, *present)
 
 
 class _DrafterGraph(nn.Module):
@@ -47,8 +47,8 @@ class _DrafterGraph(nn.Module):
         cache: list[Tensor],
     ) -> tuple[Tensor, ...]:
         hidden, logits, present = self.model(target_hidden, num_committed, write_index, block_ids, cache)
-        extra = (hidden, logits) if self.for_refiner else ()
-        return (self.model.vocab(logits.argmax(-1)), *extra, *present)
+        states = (hidden,) if self.for_refiner else ()
+        return (self.model.vocab(logits.argmax(-1)), *states, logits, *present)
 
 
 class _RefinerGraph(nn.Module):
@@ -63,9 +63,9 @@ class _RefinerGraph(nn.Module):
         anchor: Tensor,
         previous: Tensor,
         draft_hidden: Tensor | None = None,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         logits = self.model(draft_logits, draft_tokens, anchor, previous, draft_hidden)
-        return self.model.vocab(logits.argmax(-1))  # type: ignore[no-any-return]
+        return self.model.vocab(logits.argmax(-1)), logits
 
 
 def _cache(decoder: DecoderConfig, dtype: torch.dtype) -> list[Binding]:
@@ -97,9 +97,7 @@ def _int64(*shape: int) -> Tensor:
     return torch.zeros(shape, dtype=torch.int64)
 
 
-def trace_target(
-    config: DecoderConfig, target_layer_ids: tuple[int, ...], dtype: torch.dtype, *, with_logits: bool
-) -> ir.Model:
+def trace_target(config: DecoderConfig, target_layer_ids: tuple[int, ...], dtype: torch.dtype) -> ir.Model:
     """Trace the target; taps are an output only when a drafter listens to them."""
     with _building(dtype):
         model = Target(config, target_layer_ids)
@@ -110,12 +108,12 @@ def trace_target(
         ]
         outputs = [names.NEXT_TOKEN]
         outputs += [names.TARGET_HIDDEN] if target_layer_ids else []
-        outputs += [names.LOGITS] if with_logits else []
-        return trace(_TargetGraph(model, with_logits), inputs, outputs + _present(config.num_layers))
+        outputs.append(names.LOGITS)
+        return trace(_TargetGraph(model), inputs, outputs + _present(config.num_layers))
 
 
 def trace_drafter(config: DrafterConfig, dtype: torch.dtype, *, for_refiner: bool) -> ir.Model:
-    """Trace the drafter; hidden states and logits are outputs only when a refiner reads them."""
+    """Trace the drafter; hidden states are an output only when a refiner reads them."""
     with _building(dtype):
         model = Drafter(config)
         width = len(config.target_layer_ids) * config.target_hidden_size
@@ -127,7 +125,8 @@ def trace_drafter(config: DrafterConfig, dtype: torch.dtype, *, for_refiner: boo
             _cache(config.decoder, dtype),
         ]
         outputs = [names.DRAFT_TOKENS]
-        outputs += [names.DRAFT_HIDDEN, names.DRAFT_LOGITS] if for_refiner else []
+        outputs += [names.DRAFT_HIDDEN] if for_refiner else []
+        outputs.append(names.DRAFT_LOGITS)
         return trace(_DrafterGraph(model, for_refiner), inputs, outputs + _present(config.decoder.num_layers))
 
 
@@ -150,4 +149,4 @@ def trace_refiner(config: RefinerConfig, first_slot: int, dtype: torch.dtype) ->
         if config.kind == "xpress":
             hidden = torch.zeros((_B, config.block_size, config.hidden_size), dtype=dtype)
             inputs.append(Binding(names.DRAFT_HIDDEN, hidden, {0: "B", 1: "N"}))
-        return trace(_RefinerGraph(model), inputs, [names.REFINED_TOKENS])
+        return trace(_RefinerGraph(model), inputs, [names.REFINED_TOKENS, names.REFINED_LOGITS])

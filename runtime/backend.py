@@ -42,6 +42,10 @@ class Graph:
             value.name: value.shape for value in (*self.session.get_inputs(), *self.session.get_outputs())
         }
 
+    def call(self) -> Call:
+        """Buffers bound for repeated runs of this graph."""
+        return Call(self)
+
     def has(self, name: str) -> bool:
         """Whether the graph has an input or output of that name."""
         return name in self.shapes

@@ -62,7 +62,7 @@ SOLO_FILES = {
 
 GOLDEN = """\
 {
-  "schema": 2,
+  "schema": 3,
   "tool": {"python": "3.11.4", "xpress-export": "0.1.0"},
   "platform": "cpu",
   "precision": "fp32",
@@ -137,7 +137,7 @@ GOLDEN = """\
       "sha256": "44136fa355b3678a1146ad16f7e8649e94fb4fc21fe77e8310c060f61caaff8a"
     }
   ],
-  "digest": "db2cb5efe771b6812de1c8a19224b7b92007cc3517e395f3421e41f0a3b21fea"
+  "digest": "e76cb6c9a5c12aa48a8555044f76f7f1361c4b9912d2237dff42b309d420fa82"
 }
 """
 
@@ -199,6 +199,7 @@ def trio(folder: Path) -> Manifest:
             first_slot=1,
             num_draft_tokens=7,
             draft_vocab_size=32,
+            vocab_file=None,
             refine_passes=2,
             trained=False,
         ),
@@ -491,6 +492,9 @@ CONTRADICTIONS: list[tuple[str, Any, str]] = [
     ("draft.mask_token_id", -1, "draft.mask_token_id should be at least 0"),
     ("draft.draft_vocab_size", 33, "draft.draft_vocab_size should be at most the vocabulary's 32"),
     ("draft.draft_vocab_size", 0, "draft.draft_vocab_size should be at least 1, got 0"),
+    ("draft.draft_vocab_size", 31, "draft.vocab_file should be a file, got null"),
+    ("draft.vocab_file", "graphs/draft_vocab.npy", "draft.vocab_file should be null, the drafter has every token"),
+    ("draft.vocab_file", "vocab.npy", "draft.vocab_file should be null or 'graphs/draft_vocab.npy'"),
     ("draft.target_layer_ids", [], "draft.target_layer_ids should not be empty"),
     ("draft.target_layer_ids", [2], "draft.target_layer_ids should be between -1 and 1, got [2]"),
     ("draft.refine_passes", 0, "draft.refine_passes should be at least 1 with a refiner, got 0"),
@@ -573,17 +577,17 @@ def test_records_check_themselves_without_a_file(tmp_path: Path) -> None:
     alone = solo(write_files(tmp_path, SOLO_FILES))
     with pytest.raises(BundleError, match=r"^parity\[0\]\.graph should be one of target, got 'drafter'$"):
         dataclasses.replace(alone, parity=(parity("drafter", "the module"),))
-    with pytest.raises(BundleError, match=r"^schema should be 2, got 3$"):
-        dataclasses.replace(alone, schema=3)
+    with pytest.raises(BundleError, match=r"^schema should be 3, got 4$"):
+        dataclasses.replace(alone, schema=4)
 
 
 def test_other_schema(raw: dict[str, Any]) -> None:
-    newer = raw | {"schema": 3, "servers": [], "tool": {"xpress-export": "9.0"}}
+    newer = raw | {"schema": 4, "servers": [], "tool": {"xpress-export": "9.0"}}
     message = refusal(text_of(newer, signed=True))
-    assert message.startswith("schema should be 2, the only one this version of xpress-export reads, got 3")
+    assert message.startswith("schema should be 3, the only one this version of xpress-export reads, got 4")
     assert "written by version '9.0'" in message
     assert refusal(text_of(raw | {"schema": True}, signed=True)).startswith("schema should be an integer")
-    assert refusal(text_of(raw | {"schema": 3, "tool": 1}, signed=True)).startswith("schema should be 2")
+    assert refusal(text_of(raw | {"schema": 4, "tool": 1}, signed=True)).startswith("schema should be 3")
 
 
 # Text that is no manifest
@@ -602,12 +606,12 @@ def test_truncated_anywhere(bundle: Path) -> None:
     [
         ("[]", "one JSON object was expected, got a list"),
         ("null", "one JSON object was expected, got null"),
-        ('{"schema": 2, "schema": 2}', "this is not valid JSON (an object repeats one of its keys"),
+        ('{"schema": 3, "schema": 3}', "this is not valid JSON (an object repeats one of its keys"),
         ('{"schema": NaN}', "this is not valid JSON (NaN is no JSON number)"),
         ('{"a": ' + "[" * 100_000 + "]" * 100_000 + "}", "this is not valid JSON (maximum recursion depth"),
         ('{"schema": ' + "1" * 5000 + "}", "this is not valid JSON"),
         ("{}", "schema is missing"),
-        ('{"schema": 2}', "digest is missing"),
+        ('{"schema": 3}', "digest is missing"),
         ('\ufeff{"schema": 1}', "this is not valid JSON"),
     ],
 )

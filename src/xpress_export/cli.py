@@ -120,7 +120,6 @@ def build_options(command: Command) -> Command:
             default="auto",
             help="decomposed: add graphs for an older TensorRT; auto: where the platform has one.",
         ),
-        click.option("--logits", is_flag=True, help="Let the target graph output its logits too."),
         click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder of the bundle."),
     ]
     for option in reversed(options):
@@ -162,7 +161,6 @@ def _export(
     precision: str | None,
     max_context: int | None,
     lowering: str,
-    logits: bool,
     out: Path,
 ) -> None:
     precision = precision or ("fp32" if platform == platforms.CPU else "fp16")
@@ -184,7 +182,6 @@ def _export(
         platform=platform,
         precision=precision,
         max_context=max_context,
-        with_logits=logits,
         lowering=lowering,
     )
     done = exporter.export(options, out, progress)

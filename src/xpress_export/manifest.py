@@ -3,6 +3,7 @@
     manifest.json                              everything below, and the digest of it
     graphs/{target,drafter,refiner}.onnx       one graph per model; drafter and refiner may be absent
     graphs/{target,drafter,refiner}.data       weights; a graph may refer to another model's file
+    graphs/draft_vocab.npy                     token ids of a reduced draft vocabulary, where it is one
     graphs/*.decomposed.onnx                   the same graphs for an older TensorRT, on the same weights
     engines/*.plan, *.build.json               engines of a platform and their build reports, where compiled
     tokenizer/tokenizer.json, text.json        the text side
@@ -39,6 +40,7 @@ from xpress_export.errors import BundleError, ExportError
 from xpress_export.folders import files_below, sync
 from xpress_export.platforms import PLATFORMS
 from xpress_export.records import (
+    DRAFT_VOCAB_FILE,
     DTYPES,
     ENGINES_FOLDER,
     GRAPHS_FOLDER,
@@ -69,6 +71,7 @@ from xpress_export.strict_json import (
 )
 
 __all__ = [
+    "DRAFT_VOCAB_FILE",
     "ENGINES_FOLDER",
     "GRAPHS_FOLDER",
     "MANIFEST_FILE",
@@ -91,7 +94,7 @@ __all__ = [
     "write_manifest",
 ]
 
-SCHEMA = 2
+SCHEMA = 3
 TOKENIZER_FILES = ("tokenizer.json", "text.json")
 TOOL = "xpress-export"
 PRECISIONS = tuple(DTYPES)
@@ -223,6 +226,11 @@ def _check_draft(m: Manifest) -> None:
         refuse("draft.mask_token_id", f"below the vocabulary's {vocab}", m.draft.mask_token_id)
     if m.draft.draft_vocab_size > vocab:
         refuse("draft.draft_vocab_size", f"at most the vocabulary's {vocab}", m.draft.draft_vocab_size)
+    if (m.draft.draft_vocab_size < vocab) != (m.draft.vocab_file is not None):
+        expected = "a file" if m.draft.draft_vocab_size < vocab else "null, the drafter has every token"
+        refuse("draft.vocab_file", expected, m.draft.vocab_file)
+    if m.draft.vocab_file is not None and m.draft.vocab_file not in {file.path for file in m.files}:
+        refuse("draft.vocab_file", "listed in files", m.draft.vocab_file)
     if not all(-1 <= i < layers for i in m.draft.target_layer_ids):
         refuse("draft.target_layer_ids", f"between -1 and {layers - 1}", list(m.draft.target_layer_ids))
     if (m.draft.refine_passes > 0) != (m.refiner is not None):

@@ -16,7 +16,7 @@ Bindings (all graphs; dtype `float` is the graph's precision):
              in/out     past_* / present_*       float   [B, H, C, D]  present aliases past
              out        next_token               int64   [B, S]        argmax of the logits of each row
              out        target_hidden            float   [B, S, K*E]   absent in a target-only bundle
-             out        logits                   float   [B, S, V]     only where asked for at export
+             out        logits                   float   [B, S, V]     bound only where a request samples
     drafter  in         target_hidden            float   [B, S, K*E]   rows of the last target call
              in         num_committed            int64   [B]           how many of those rows count
              in         write_index              int64   [B]           rows already in the drafter's cache
@@ -24,11 +24,12 @@ Bindings (all graphs; dtype `float` is the graph's precision):
              in/out     past_* / present_*       float   [B, H, C, D]
              out        draft_tokens             int64   [B, N-first]  first = 1 (fill-in) or 0 (anchor-sampled)
              out        draft_hidden             float   [B, N, E]     only with a refiner
-             out        draft_logits             float   [B, N-first, Vd]  only with a refiner
+             out        draft_logits             float   [B, N-first, Vd]  read by the refiner, or to sample
     refiner  in         draft_hidden, draft_logits, draft_tokens (as above)
              in         anchor                   int64   [B]
              in         previous                 int64   [B]           the token before the anchor
              out        refined_tokens           int64   [B, N-first]  one Jacobi pass
+             out        refined_logits           float   [B, N-first, Vd]  bound only to sample
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ DRAFT_LOGITS = "draft_logits"
 ANCHOR = "anchor"
 PREVIOUS = "previous"
 REFINED_TOKENS = "refined_tokens"
+REFINED_LOGITS = "refined_logits"
 
 
 def past_key(layer: int) -> str:

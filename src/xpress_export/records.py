@@ -13,6 +13,7 @@ from xpress_export.strict_json import FieldError, show
 
 MANIFEST_FILE = "manifest.json"
 GRAPHS_FOLDER = "graphs"
+DRAFT_VOCAB_FILE = f"{GRAPHS_FOLDER}/draft_vocab.npy"
 ENGINES_FOLDER = "engines"
 TOKENIZER_FOLDER = "tokenizer"
 _HALF = ("int64", "float32", "float16")
@@ -111,7 +112,8 @@ class DraftRecord:
     """How blocks are drafted.
 
     first_slot: slot of the block that holds the first draft token. draft_vocab_size: rows of the drafter's
-    head. refine_passes: default Jacobi passes, 0 without a refiner. trained: false for random stand-ins.
+    head. vocab_file: the target's token id of each row, int64 [Vd] as .npy, null where they are all ids in order.
+    refine_passes: default Jacobi passes, 0 without a refiner. trained: false for random stand-ins.
     """
 
     block_size: int
@@ -120,6 +122,7 @@ class DraftRecord:
     first_slot: int
     num_draft_tokens: int
     draft_vocab_size: int
+    vocab_file: str | None
     refine_passes: int
     trained: bool
 
@@ -128,6 +131,7 @@ class DraftRecord:
         at_least(self, 0, "mask_token_id", "refine_passes")
         at_least(self, 1, "draft_vocab_size")
         one_of(self, "first_slot", (0, 1))
+        one_of(self, "vocab_file", (None, DRAFT_VOCAB_FILE))
         not_empty(self, "target_layer_ids")
         if self.num_draft_tokens != self.block_size - self.first_slot:
             expected = f"{self.block_size - self.first_slot} (block_size - first_slot)"

@@ -70,7 +70,6 @@ def recipes(tiny_trio: Any, trio_maker: Any, tmp_path_factory: pytest.TempPathFa
             drafter=str(drafter) if drafter else None,
             refiner=str(refiner) if refiner else None,
             precision="fp16" if name == "half" else "fp32",
-            with_logits=name == "plain",
             trained=False,
         )
         for name, (target, drafter, refiner) in trio.items()
@@ -157,7 +156,7 @@ def bindings(manifest: Manifest) -> dict[str, tuple[dict[str, Any], dict[str, An
 
     past, present = caches(manifest.target)
     taps = {"target_hidden": ["B", "S", size * len(manifest.draft.target_layer_ids)]} if manifest.draft else {}
-    logits = {} if manifest.draft else {"logits": ["B", "S", vocab]}
+    logits = {"logits": ["B", "S", vocab]}
     found = {
         "target": (
             {"input_ids": ["B", "S"], "write_index": ["B"], **past},
@@ -172,17 +171,19 @@ def bindings(manifest: Manifest) -> dict[str, tuple[dict[str, Any], dict[str, An
             "draft_logits": ["B", slots, manifest.draft.draft_vocab_size],
         }
         given = {"num_committed": ["B"], "write_index": ["B"], "block_ids": ["B", "N"]}
-        for_refiner = blocks if manifest.refiner else {}
+        hidden = {"draft_hidden": blocks["draft_hidden"]} if manifest.refiner else {}
+        states = {**hidden, "draft_logits": blocks["draft_logits"]}
         found["drafter"] = (
             {**taps, **given, **past},
-            {"draft_tokens": ["B", slots], **for_refiner, **present},
+            {"draft_tokens": ["B", slots], **states, **present},
         )
         if manifest.refiner:
             tokens = {"draft_tokens": ["B", slots], "anchor": ["B"], "previous": ["B"]}
             reads = {**blocks, **tokens}
             if manifest.refiner.kind == "markov":
                 del reads["draft_hidden"]
-            found["refiner"] = (reads, {"refined_tokens": ["B", slots]})
+            refined = {"refined_tokens": ["B", slots], "refined_logits": blocks["draft_logits"]}
+            found["refiner"] = (reads, refined)
     return found
 
 
@@ -202,7 +203,7 @@ def test_names_types_and_symbolic_shapes(bundle_of: Any, name: str) -> None:
             assert got == wanted
             assert {record.name: list(record.shape) for record in records} == wanted
             for value in values:
-                is_float = value.name.startswith(("past_", "present_", "draft_h", "draft_l", "logits", "target_"))
+                is_float = value.name.startswith(("past_", "present_")) or value.name.endswith(("hidden", "logits"))
                 expected_type = floats if is_float else onnx.TensorProto.INT64
                 assert value.type.tensor_type.elem_type == expected_type, value.name
 
@@ -270,7 +271,7 @@ def test_tracing_needs_no_memory_for_weights() -> None:
     )
     config = decoder_config(raw.to_dict(), "llama", "test")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    model = graphs.trace_target(config, (), torch.float32, with_logits=False)
+    model = graphs.trace_target(config, (), torch.float32)
     grown_bytes = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
     assert grown_bytes < 5e8
     weights = [v for v in model.graph.initializers.values() if v.const_value is None]
@@ -321,12 +322,10 @@ def test_point_12_features_of_2e4_do_not_overflow(bundle_of: Any, recipes: dict[
 
 @pytest.mark.parametrize("name", BUNDLES)
 def test_what_parity_is_recorded(bundle_of: Any, name: str) -> None:
-    """Floats wherever the graph outputs any, tokens always."""
+    """Tokens and floats of every graph."""
     manifest = open_bundle(bundle_of(name))
     tokens, floats = "share of wrong tokens", "relative error"
-    expected = [("target", tokens), ("target", floats)]
-    expected += [("drafter", tokens)] if manifest.drafter else []
-    expected += [("drafter", floats), ("refiner", tokens)] if manifest.refiner else []
+    expected = [(role, measure) for role in manifest.roles for measure in (tokens, floats)]
     assert [(check.graph, check.measure) for check in manifest.parity] == expected
     for check in manifest.parity:
         assert check.value <= check.tolerance
