@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,19 +23,10 @@ from xpress_export.training.config import (
     read_train_options,
 )
 from xpress_export.training.errors import TrainingError
-from xpress_export.training.loop import CHECKPOINT, METRICS, Sampler
+from xpress_export.training.loop import METRICS, Sampler
 from xpress_export.training.store import ANSWERS, FEATURES, DataReader, DataWriter, read_info
 
 STEPS = 24
-
-RUN_SCRIPT = """
-import sys
-from pathlib import Path
-from xpress_export.training.api import train_joint
-from xpress_export.training.config import read_train_options
-toml, target, data, out = sys.argv[1:]
-train_joint(read_train_options(Path(toml), target, (data,), out))
-"""
 
 
 def options(trio: Any, data: Path, out: Path, **changes: Any) -> TrainOptions:
@@ -91,56 +77,6 @@ def test_a_head_on_a_frozen_drafter_leaves_it_alone(tiny_trio: Any, tiny_data: P
     assert read_refiner(str(result.refiner), target, read_drafter(str(result.drafter), target)).config.kind == "markov"
     with pytest.raises(TrainingError, match=r"drafter\.init"):
         train_refiner(options(tiny_trio, tiny_data, tmp_path / "none"))
-
-
-def toml_of(run: TrainOptions) -> str:
-    """The sections of `run` as a TOML file, None left out."""
-
-    def value(x: object) -> str:
-        return json.dumps(list(x) if isinstance(x, tuple) else x)
-
-    sections = {name: vars(getattr(run, name)) for name in ("drafter", "refiner", "loss", "run", "report")}
-    return "\n".join(
-        f"[{name}]\n" + "\n".join(f"{key} = {value(x)}" for key, x in table.items() if x is not None)
-        for name, table in sections.items()
-    )
-
-
-def test_a_killed_run_ends_with_the_weights_of_one_that_was_not(
-    tiny_trio: Any, tiny_data: Path, tmp_path: Path
-) -> None:
-    """Killed with SIGKILL twice, early and late; then finished."""
-    run = options(
-        tiny_trio,
-        tiny_data,
-        tmp_path / "whole",
-        run=RunOptions(steps=100, sequences=2, anchors=4),
-        report=ReportOptions(held_out=2, every=100, checkpoint_every=5),
-    )
-    toml = tmp_path / "run.toml"
-    toml.write_text(toml_of(run))
-    command = [sys.executable, "-c", RUN_SCRIPT, str(toml), str(tiny_trio.target), str(tiny_data)]
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    subprocess.run([*command, str(whole)], check=True, env=environment)
-    reached = []
-    for wanted in (1, 40):
-        process = subprocess.Popen([*command, str(killed)], env=environment)
-        while process.poll() is None and step_of(killed) < max(wanted, 1 + max(reached, default=0)):
-            time.sleep(0.005)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        reached.append(step_of(killed))
-    assert 0 < reached[0] < reached[-1] < 100, reached
-    subprocess.run([*command, str(killed)], check=True, env=environment)
-    for folder in ("drafter", "refiner"):
-        ours, theirs = (load_file(root / folder / "model.safetensors") for root in (whole, killed))
-        assert all(torch.equal(ours[name], theirs[name]) for name in ours), folder
-
-
-def step_of(out: Path) -> int:
-    path = out / CHECKPOINT
-    return int(torch.load(path, weights_only=True)["step"]) if path.is_file() else 0
 
 
 def test_other_options_do_not_continue_a_run(tiny_trio: Any, tiny_data: Path, tmp_path: Path) -> None:
