@@ -58,7 +58,7 @@ class Target:
     """The target over one request: `run` appends rows to the cache and predicts the token after each."""
 
     def __init__(self, graph: Graph, dtype: type, max_rows: int, max_capacity: int) -> None:
-        self._call = Call(graph)
+        self._call = graph.call()
         self.cache = KVCache(self._call, dtype, max_capacity)
         self.input_ids = np.zeros((1, max_rows), np.int64)
         self.write_index = np.zeros(1, np.int64)
@@ -82,7 +82,7 @@ class Drafter:
     """The drafter over one request: `run` takes committed rows into the context and drafts a block."""
 
     def __init__(self, graph: Graph, dtype: type, max_capacity: int, block: Block) -> None:
-        self._call = Call(graph)
+        self._call = graph.call()
         self.cache = KVCache(self._call, dtype, max_capacity)
         self.block_ids = np.full((1, block.size), block.mask_token_id, np.int64)
         self.num_committed = np.zeros(1, np.int64)
@@ -116,7 +116,7 @@ class Refiner:
     """The refiner over one request: each `run` is one Jacobi pass from one token buffer into the other."""
 
     def __init__(self, graph: Graph, drafter: Drafter, block: Block) -> None:
-        self._call, self._drafter, self._first_slot = Call(graph), drafter, block.first_slot
+        self._call, self._drafter, self._first_slot = graph.call(), drafter, block.first_slot
         self._reads_hidden = graph.has(names.DRAFT_HIDDEN)
         self.anchor = np.zeros(1, np.int64)
         self.previous = np.zeros(1, np.int64)
