@@ -11,6 +11,7 @@ Training is resumable: the same call on the same `out` goes on from the last che
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -114,7 +115,15 @@ def _train(options: TrainOptions, progress: Progress, *, with_head: bool, train_
         samples = ((data.answers[i].source, sample(i)) for i in held_out)
         return as_json(evaluate(drafter, inference_refiner(objective), samples))
 
-    loop = Loop(options, objective, len(training), lambda i: sample(training[i]), measure, progress)
+    loop = Loop(
+        options,
+        objective,
+        lengths=[data.answers[i].num_rows for i in training],
+        first_anchor=shared_prefix(data),
+        sample=lambda i: sample(training[i]),
+        measure=measure,
+        progress=progress,
+    )
     result = loop.run()
     folders = _save(options, objective)
     return TrainResult(drafter=folders[0], refiner=folders[1], loop=result, held_out=measure())
@@ -125,6 +134,12 @@ def split(count: int, wanted: int) -> tuple[list[int], list[int]]:
     wanted = min(wanted, count // 2)
     held = {i * count // wanted for i in range(wanted)} if wanted else set()
     return sorted(held), [i for i in range(count) if i not in held]
+
+
+def shared_prefix(data: DataReader) -> int:
+    """Tokens that all prompts begin with, such as a system prompt: nothing to learn from again and again."""
+    prompts = [answer.prompt for answer in data.answers]
+    return sum(1 for _ in itertools.takewhile(lambda column: len(set(column)) == 1, zip(*prompts, strict=False)))
 
 
 def token_counts(data: DataReader, vocab_size: int) -> Tensor:

@@ -58,15 +58,32 @@ class BlockBatch:
         return BlockBatch(**moved)
 
 
-def draw_anchors(sample: Sample, count: int, generator: torch.Generator, first: int | None = None) -> Tensor:
-    """`count` anchor positions (fewer if there are not as many), sorted, each with a label to predict.
+def draw_anchors(
+    sample: Sample, count: int, generator: torch.Generator, *, in_prompt: int = 0, first: int = 1
+) -> Tensor:
+    """Up to `count` anchor positions in the answer and `in_prompt` in the prompt from `first` on, sorted.
 
-    first: the earliest anchor; by default the first token of the answer.
+    Each has a label to predict; there are fewer where a part is too short.
     """
-    start = max(1, sample.num_prompt if first is None else first)
-    choices = torch.arange(start, len(sample.tokens) - 1)
+    answer = _draw(max(1, sample.num_prompt), len(sample.tokens) - 1, count, generator)
+    if not in_prompt:
+        return answer
+    prompt = _draw(max(1, first), min(sample.num_prompt, len(sample.tokens) - 1), in_prompt, generator)
+    return torch.cat((prompt, answer))
+
+
+def _draw(start: int, stop: int, count: int, generator: torch.Generator) -> Tensor:
+    """Up to `count` different numbers of start..stop - 1, ascending."""
+    choices = torch.arange(start, max(start, stop))
     order = torch.randperm(len(choices), generator=generator)[:count]
     return choices[order].sort().values
+
+
+def drop_features(features: Tensor, share: float, generator: torch.Generator) -> Tensor:
+    """`features` with a random `share` of its numbers set to zero and the rest scaled up, in steps of 1/256."""
+    cut = round(256 * share)
+    draws = torch.empty(features.shape, dtype=torch.uint8).random_(generator=generator)
+    return features * (draws >= cut) * (256 / (256 - cut))
 
 
 def build_batch(

@@ -106,8 +106,10 @@ class LossOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """sequences, anchors: of one step. block_size: slots to train on if fewer than the drafter has.
+    """sequences: of one step. anchors: of each, in its answer; prompt_anchors: further ones in its prompt.
 
+    block_size: slots to train on if fewer than the drafter has. feature_dropout: share of the numbers in the tapped
+    hidden states that a step sets to zero, against learning few answers by heart.
     schedule: `cosine` over all steps, or `stable` with a linear decay over the last `decay_fraction`.
     precision: of the matrix products; weights and optimiser state stay in float32.
     """
@@ -115,6 +117,8 @@ class RunOptions:
     steps: int = 1000
     sequences: int = 8
     anchors: int = 64
+    prompt_anchors: int = 0
+    feature_dropout: float = 0.0
     block_size: int | None = None
     optimizer: str = "muon"
     learning_rate: float = 2e-3
@@ -132,6 +136,8 @@ class RunOptions:
         _require(self.schedule in SCHEDULES, f"run.schedule must be one of {SCHEDULES}, got {self.schedule!r}")
         _require(self.precision in PRECISIONS, f"run.precision must be one of {PRECISIONS}, got {self.precision!r}")
         _require(self.steps > 0, f"run.steps must be positive, got {self.steps}")
+        dropout = self.feature_dropout
+        _require(0 <= dropout < 1, f"run.feature_dropout must be at least 0 and below 1, got {dropout}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,8 +10,8 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from xpress_export.errors import MissingDependencyError
 from xpress_export.progress import Progress
-from xpress_export.training.blocks import BlockBatch, Sample, build_batch, draw_anchors
+from xpress_export.training.blocks import BlockBatch, Sample, build_batch, draw_anchors, drop_features
 from xpress_export.training.config import RunOptions, TrainOptions
 from xpress_export.training.devices import COMPUTE_DTYPES
 from xpress_export.training.errors import TrainingError
@@ -28,17 +28,26 @@ from xpress_export.training.objective import Objective, StepLoss
 from xpress_export.training.optim import Muon, cosine_rate, stable_rate
 
 CHECKPOINT, METRICS = "checkpoint.pt", "metrics.jsonl"
-VECTOR_RATE = 3.0
+VECTOR_RATE = 1.5
 """Learning rate of norms relative to that of matrices: their entries have to move by about one."""
+
+WINDOW = 8
+"""Steps within which answers are sorted by length."""
 
 logger = logging.getLogger(__name__)
 
 
 class Sampler:
-    """Which training answers, and which anchors in them, belong to a step."""
+    """Which training answers, and which anchors in them, belong to a step.
 
-    def __init__(self, count: int, run: RunOptions, rank: int = 0, world: int = 1) -> None:
+    lengths: tokens of each answer; with them a step gets answers of similar length, which wastes less on padding.
+    """
+
+    def __init__(
+        self, count: int, run: RunOptions, rank: int = 0, world: int = 1, lengths: Sequence[int] | None = None
+    ) -> None:
         self._count, self._run, self._rank, self._world = count, run, rank, world
+        self._lengths = None if lengths is None else torch.tensor(lengths)
         self._epoch, self._order = -1, torch.empty(0, dtype=torch.int64)
 
     def indices(self, step: int) -> list[int]:
@@ -54,8 +63,24 @@ class Sampler:
         epoch, offset = divmod(position, self._count)
         if epoch != self._epoch:
             self._epoch = epoch
-            self._order = torch.randperm(self._count, generator=_generator(self._run.seed, -1 - epoch))
+            self._order = self._deal(epoch, _generator(self._run.seed, -1 - epoch))
         return int(self._order[offset])
+
+    def _deal(self, epoch: int, generator: torch.Generator) -> Tensor:
+        """A permutation of all answers; within WINDOW steps of it, those of similar length share a step."""
+        order = torch.randperm(self._count, generator=generator)
+        if self._lengths is None:
+            return order
+        size = self._run.sequences * self._world
+        begun = -epoch * self._count % size  # answers that complete the step which the epoch before began
+        steps = [
+            step
+            for window in order[begun:].split(WINDOW * size)
+            for step in window[self._lengths[window].argsort(stable=True)].split(size)
+        ]
+        full, rest = [s for s in steps if len(s) == size], [s for s in steps if len(s) < size]
+        shuffled = [full[i] for i in torch.randperm(len(full), generator=generator)]
+        return torch.cat((order[:begun], *shuffled, *rest))
 
 
 def _generator(seed: int, stream: int) -> torch.Generator:
@@ -92,11 +117,15 @@ class LoopResult:
 
 @dataclass
 class Loop:
-    """One run. sample: training answer by index. measure: tau on held-out answers, for the report."""
+    """One run. lengths: tokens of each training answer. sample: training answer by index.
+
+    first_anchor: earliest anchor in a prompt. measure: tau on held-out answers, for the report.
+    """
 
     options: TrainOptions
     objective: Objective
-    num_answers: int
+    lengths: Sequence[int]
+    first_anchor: int
     sample: Callable[[int], Sample]
     measure: Callable[[], dict[str, Any]]
     progress: Progress
@@ -109,7 +138,8 @@ class Loop:
         optimizers = make_optimizers(self.objective, run)
         start = self._resume(out, optimizers)
         model = accelerator.prepare(self.objective.to(accelerator.device))
-        sampler = Sampler(self.num_answers, run, accelerator.process_index, accelerator.num_processes)
+        rank, world = accelerator.process_index, accelerator.num_processes
+        sampler = Sampler(len(self.lengths), run, rank, world, self.lengths)
         began = time.monotonic()
         with self.progress.step("Training", total=run.steps - start) as advance:
             for step in range(start, run.steps):
@@ -151,16 +181,21 @@ class Loop:
         run, config = self.options.run, self.objective.drafter.config
         generator = sampler.generator(step)
         samples = [self.sample(i) for i in sampler.indices(step)]
-        anchors = [draw_anchors(s, run.anchors, generator) for s in samples]
+        anchors = [
+            draw_anchors(s, run.anchors, generator, in_prompt=run.prompt_anchors, first=self.first_anchor)
+            for s in samples
+        ]
         size = run.block_size or config.block_size
         batch = build_batch(samples, anchors, size, config.mask_token_id, config.first_slot)
+        if run.feature_dropout:
+            batch = replace(batch, features=drop_features(batch.features, run.feature_dropout, generator))
         return batch.to(device, self.objective.dtype)
 
     def _report(self, step: int, loss: StepLoss, seconds: float, done: int) -> None:
         report, run = self.options.report, self.options.run
         if (step + 1) % report.every and step + 1 != run.steps:
             return
-        rows = run.sequences * run.anchors * len(loss.per_slot) * done
+        rows = run.sequences * (run.anchors + run.prompt_anchors) * len(loss.per_slot) * done
         line: dict[str, Any] = {"step": step + 1, "loss": float(loss.total.detach()), **loss.parts}
         line |= {"per_slot": [round(x, 4) for x in loss.per_slot.tolist()]}
         line |= {"rows_per_s": round(rows / max(seconds, 1e-9)), "held_out": self.measure()}

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from xpress_export.exporter.modules import Drafter
-from xpress_export.training.blocks import BlockBatch, Sample, build_batch, draft_blocks, draw_anchors
+from xpress_export.training.blocks import BlockBatch, Sample, build_batch, draft_blocks, draw_anchors, drop_features
 
 FLOAT_TOLERANCE = 2e-5  # float32, products summed in another order
 
@@ -113,3 +113,21 @@ def test_anchors_are_answer_tokens_with_something_after_them(
     assert drawn.tolist() == list(range(sample.num_prompt, len(sample.tokens) - 1))
     few = draw_anchors(sample, 3, torch.Generator().manual_seed(1))
     assert len(few) == 3 and few.tolist() == sorted(set(few.tolist()))
+
+
+def test_anchors_in_the_prompt_are_drawn_beside_those_in_the_answer(
+    make_sample: Callable[..., Sample], drafter: Drafter
+) -> None:
+    sample, generator = make_sample(drafter.config, 0), torch.Generator().manual_seed(0)
+    drawn = draw_anchors(sample, 2, generator, in_prompt=100, first=3)
+    assert drawn[:-2].tolist() == list(range(3, sample.num_prompt)) and (drawn[-2:] >= sample.num_prompt).all()
+    assert len(draw_anchors(sample, 2, generator, in_prompt=4, first=sample.num_prompt)) == 2
+
+
+def test_dropped_features_keep_their_mean() -> None:
+    features = torch.ones(100, 200, dtype=torch.bfloat16)
+    dropped = drop_features(features, 0.25, torch.Generator().manual_seed(0))
+    assert dropped.dtype == torch.bfloat16
+    assert dropped.unique().tolist() == [0.0, pytest.approx(4 / 3, rel=1e-2)]
+    assert float(dropped.float().mean()) == pytest.approx(1, abs=0.02)
+    assert torch.equal(drop_features(features, 0.0, torch.Generator()), features)

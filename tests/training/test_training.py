@@ -12,7 +12,15 @@ import torch
 from safetensors.torch import load_file
 
 from xpress_export.exporter.checkpoints import read_drafter, read_refiner, read_target
-from xpress_export.training.api import EvalOptions, evaluate_trio, split, train_drafter, train_joint, train_refiner
+from xpress_export.training.api import (
+    EvalOptions,
+    evaluate_trio,
+    shared_prefix,
+    split,
+    train_drafter,
+    train_joint,
+    train_refiner,
+)
 from xpress_export.training.config import (
     DrafterOptions,
     LossOptions,
@@ -156,6 +164,7 @@ def test_evaluation_of_a_trio(tiny_trio: Any, tmp_path: Path) -> None:
         ("[run]\nsteps = 'many'", "steps should be of type int, got 'many'"),
         ("[run]\nsteps = true", "steps should be of type int"),
         ("[run]\noptimizer = 'sgd'", "optimizer must be one of"),
+        ("[run]\nfeature_dropout = 1.0", "feature_dropout must be at least 0 and below 1"),
         ("[drafter]\nblock_size = 1", "leaves no slot"),
         ("steps = ", "not a readable TOML file"),
     ],
@@ -180,3 +189,24 @@ def test_options_from_a_file(tmp_path: Path) -> None:
     read = read_train_options(path, "target", ("data",), "out")
     assert read.drafter.target_layer_ids == (1, 4) and read.drafter.draft_vocab_size == 9
     assert read.run.learning_rate == 1.0 and read.loss == LossOptions()
+
+
+def test_answers_of_similar_length_share_a_step() -> None:
+    """Still every answer once per epoch, on any number of processes, and the last step of an epoch completed."""
+    run = RunOptions(sequences=2, seed=5)
+    lengths = [10 * (i % 7) + i for i in range(50)]
+    ranks = [Sampler(50, run, rank, 2, lengths) for rank in range(2)]
+    dealt = [[i for rank in ranks for i in rank.indices(step)] for step in range(25)]  # two epochs of 12.5 steps
+    flat = [i for step in dealt for i in step]
+    assert sorted(flat[:50]) == sorted(flat[50:]) == list(range(50)) and flat[:50] != flat[50:]
+    spread = [max(lengths[i] for i in step) - min(lengths[i] for i in step) for step in dealt]
+    plain = Sampler(50, RunOptions(sequences=4, seed=5))
+    loose = [[lengths[i] for i in plain.indices(step)] for step in range(25)]
+    assert sum(spread) < sum(max(step) - min(step) for step in loose) / 2
+
+
+def test_anchors_in_prompts_leave_out_what_all_prompts_share(tiny_trio: Any, tiny_data: Path) -> None:
+    reader = DataReader((str(tiny_data),), read_info(tiny_data).target_digest)
+    assert shared_prefix(reader) == 0
+    reader.answers = [replace(a, prompt=(7, 7, 7, *a.prompt)) for a in reader.answers]
+    assert shared_prefix(reader) == 3
