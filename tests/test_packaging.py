@@ -41,7 +41,7 @@ def sources() -> dict[str, Path]:
         for path in (ROOT / folder).rglob("*.py"):
             found[f"{package.replace('.', '/')}/{path.relative_to(ROOT / folder).as_posix()}"] = path
     found["xpress_export/py.typed"] = CORE / "py.typed"
-    for path in PRESET_FILES.rglob("*"):
+    for path in (*PRESET_FILES.rglob("*"), *(CORE / "published").rglob("*")):
         if path.is_file() and "__pycache__" not in path.parts:
             found[f"xpress_export/{path.relative_to(CORE).as_posix()}"] = path
     return found

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 from jinja2 import Environment
 
+from xpress_export import published
+
 if TYPE_CHECKING:
     from xpress_export.runtime.evaluate import Row
 
@@ -19,6 +21,7 @@ _PAGE = """<!doctype html>
  td, th { text-align: left; padding: .25rem .6rem; border-bottom: 1px solid #ddd }
  td.n { text-align: right; font-variant-numeric: tabular-nums } .bar { fill: #76b900 } .plain { fill: #b8bec6 }
  text { font-size: 12px; fill: #333 }
+ .published { color: #6a737d; margin-top: 1rem } caption { text-align: left }
 </style>
 <h1>{{ title }}</h1>
 <p>Executed on CPU, {{ max_new_tokens }} new tokens, greedy; every mode gave the same tokens as plain decoding.
@@ -36,6 +39,17 @@ _PAGE = """<!doctype html>
 {% for r in rows if r.slot_rates %}<p>{{ r.arm }}, accepted per slot:
 {% for rate in r.slot_rates %}{{ "%.2f" | format(rate) }} {% endfor %}</p>{% endfor %}
 {% endfor %}
+<h2>For comparison: {{ label }}</h2>
+<p>{{ publication.source }}: {{ publication.setting }}. {{ publication.note }}.</p>
+{% for table in publication.tables %}
+<table class="published"><caption>temperature {{ table.temperature }}, tau (speed-up over plain decoding)</caption>
+<tr><th>benchmark{% for mode in published_modes %}<th>{{ mode }}{% endfor %}</tr>
+{% for name, row in table.figures.items() %}<tr><td>{{ name }}{% for mode in published_modes %}
+<td class="n">{{ "%.2f" | format(row[mode].tau) }} ({{ row[mode].speed_up }}x){% endfor %}</tr>
+{% endfor %}<tr><td>average, as stated{% for mode in published_modes %}
+<td class="n">{{ "%.2f" | format(table.average[mode].tau) }} ({{ table.average[mode].speed_up }}x){% endfor %}</tr>
+</table>
+{% endfor %}
 </html>
 """
 
@@ -52,5 +66,8 @@ def evaluation_page(rows: Sequence[Row], max_new_tokens: int) -> str:
             groups=groups,
             max_new_tokens=max_new_tokens,
             longest=max(row.tau for row in rows),
+            label=published.LABEL,
+            publication=published.published(),
+            published_modes=published.MODES,
         )
     )
