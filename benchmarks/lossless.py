@@ -20,13 +20,10 @@ NEAR_TIE = 1e-4
 
 def reference(source: str) -> Any:
     """The bundle's target as a transformers model in float32."""
-    from xpress_export.exporter.decoder_config import transformers_config
-    from xpress_export.exporter.parity import load_reference
+    from xpress_export.exporter.reference import reference_from_checkpoint
     from xpress_export.exporter.target_checkpoint import read_target
 
-    target = read_target(source)
-    config = transformers_config(target.raw_config, target.model_type, source)
-    model = load_reference(target.config, config, target.weights)
+    model: Any = reference_from_checkpoint(read_target(source))
     model.set_attn_implementation("sdpa")
     return model
 

@@ -33,11 +33,11 @@ from xpress_export.exporter.checkpoints import (
     read_refiner,
     read_target,
 )
-from xpress_export.exporter.decoder_config import transformers_config
 from xpress_export.exporter.graphs import trace_drafter, trace_refiner, trace_target
 from xpress_export.exporter.lowering import decompose
 from xpress_export.exporter.lowering_check import check_lowering
 from xpress_export.exporter.modules import Drafter, Refiner, fold_mixer
+from xpress_export.exporter.reference import reference_from_checkpoint
 from xpress_export.exporter.tokenizer import TokenizerInfo, check_same_tokenizer, export_tokenizer
 from xpress_export.exporter.trace import OPSET, Source, WeightFile, attach, save
 from xpress_export.exporter.weights import WeightSource
@@ -366,7 +366,7 @@ def _check_graphs(trio: Trio, precision: str, folder: Path, progress: Progress) 
     target, drafter, refiner = trio.target, trio.drafter, trio.refiner
     expected_s = 5 + num_parameters(target.weights) / 2e7
     with progress.step("Checking target against transformers", expected_s=expected_s):
-        reference = _target_reference(target)
+        reference = reference_from_checkpoint(target)
         path = folder / f"{names.TARGET}.onnx"
         checks = parity.check_target(path, reference, target.config, trio.taps, precision)
         del reference
@@ -395,14 +395,6 @@ def _check_decomposed(
             native = stage / GRAPHS_FOLDER / f"{role}.onnx"
             checks.append(check_lowering(role, native, stage / graph.file, vocab_size, block, precision))
     return checks
-
-
-def _target_reference(target: TargetCheckpoint) -> torch.nn.Module:
-    hf_config = transformers_config(target.raw_config, target.model_type, target.source)
-    model = parity.load_reference(target.config, hf_config, target.weights)
-    if target.folder_or_file.suffix == ".gguf":  # rope scaling may lie in a tensor that transformers does not read
-        model.model.rotary_emb.inv_freq = torch.tensor(target.config.rope.inv_freq)  # type: ignore[union-attr]
-    return model
 
 
 def _filled(module: _Module, source_of: Callable[[str], Source]) -> _Module:

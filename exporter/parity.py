@@ -26,7 +26,6 @@ from xpress_export import names
 from xpress_export.errors import MissingDependencyError, ParityError
 from xpress_export.exporter.configs import DecoderConfig, DrafterConfig
 from xpress_export.exporter.modules import Drafter, Refiner
-from xpress_export.exporter.weights import WeightSource
 
 TOLERANCE = {"fp32": 2e-4, "fp16": 1e-2}
 """Relative error allowed, by precision of the graph. The references run in float32."""
@@ -216,20 +215,3 @@ def check_refiner(path: Path, module: Refiner, precision: str) -> list[Check]:
         Check(names.REFINER, "the PyTorch module", "relative error", max(errors), tolerance, rows),
     ]
     return [check.require() for check in checks]
-
-
-def load_reference(config: DecoderConfig, hf_config: Any, weights: WeightSource) -> torch.nn.Module:
-    """A transformers causal LM in float32 with the checkpoint's weights, refusing missing or unexpected names."""
-    from transformers import AutoModelForCausalLM
-    from transformers.initialization import no_init_weights
-
-    with no_init_weights():
-        model = AutoModelForCausalLM.from_config(hf_config, attn_implementation="eager", dtype=torch.float32).eval()
-    state = {name: weights.read(name).float() for name in weights.names()}
-    missing, unexpected = model.load_state_dict(state, strict=False, assign=True)
-    tied = {"lm_head.weight"} if config.tied_head else set()
-    if set(missing) - tied or unexpected:
-        raise ParityError(f"transformers' {type(model).__name__} misses {missing} and does not know {unexpected}")
-    if config.tied_head:
-        model.tie_weights()
-    return model  # type: ignore[no-any-return]

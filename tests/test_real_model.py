@@ -14,9 +14,8 @@ import pytest
 import torch
 
 from xpress_export import presets
-from xpress_export.exporter.decoder_config import transformers_config
 from xpress_export.exporter.export import ExportOptions, export
-from xpress_export.exporter.parity import load_reference
+from xpress_export.exporter.reference import reference_from_checkpoint
 from xpress_export.exporter.target_checkpoint import read_target
 from xpress_export.runtime import Runtime, SamplingParams
 
@@ -48,9 +47,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def reference() -> Any:
     source = presets.PRESETS["smollm2-135m"].sources()["target"]
-    target = read_target(source)
-    config = transformers_config(target.raw_config, target.model_type, source)
-    return load_reference(target.config, config, target.weights)
+    return reference_from_checkpoint(read_target(source))
 
 
 def is_greedy(model: Any, prompt: list[int], tokens: tuple[int, ...]) -> bool:

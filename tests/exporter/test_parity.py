@@ -20,6 +20,7 @@ from xpress_export.exporter import export as export_module
 from xpress_export.exporter import parity
 from xpress_export.exporter.export import read_trio
 from xpress_export.exporter.modules import Refiner
+from xpress_export.exporter.reference import reference_from_checkpoint
 from xpress_export.manifest import open_bundle
 
 
@@ -27,7 +28,7 @@ from xpress_export.manifest import open_bundle
 def checks(tiny_trio: Any) -> dict[str, Callable[[Path], Any]]:
     """The three checks of the tiny bundle, each a function of the graphs' folder."""
     trio = read_trio(tiny_trio.options())
-    reference = export_module._target_reference(trio.target)
+    reference = reference_from_checkpoint(trio.target)
     drafter = tiny_trio.drafter_module
     refiner = export_module._filled(
         Refiner(trio.refiner.config), lambda name: export_module._refiner_source(trio.refiner, trio.drafter, name)
