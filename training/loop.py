@@ -73,11 +73,11 @@ class Sampler:
             return order
         size = self._run.sequences * self._world
         begun = -epoch * self._count % size  # answers that complete the step which the epoch before began
-        steps = [
-            step
-            for window in order[begun:].split(WINDOW * size)
-            for step in window[self._lengths[window].argsort(stable=True)].split(size)
-        ]
+        steps = []
+        for start in range(begun, self._count, WINDOW * size):
+            window = order[start : start + WINDOW * size]
+            window = window[self._lengths[window].argsort(stable=True)]
+            steps += [window[i : i + size] for i in range(0, len(window), size)]
         full, rest = [s for s in steps if len(s) == size], [s for s in steps if len(s) < size]
         shuffled = [full[i] for i in torch.randperm(len(full), generator=generator)]
         return torch.cat((order[:begun], *shuffled, *rest))
