@@ -72,7 +72,8 @@ def test_published_figures_say_that_they_are() -> None:
 
 def test_the_report_keeps_them_apart() -> None:
     """They come after every measured table, under a heading of their own."""
-    page = evaluation_page([Row("own", "target", None, 2, tau=1.0), Row("own", "xpress", 3, 2, tau=2.0)], 16)
+    rows = [Row("own", "target", None, 2, tau=1.0), Row("own", "xpress", 3, 2, tau=2.0)]
+    page = evaluation_page(rows, 16, "executed on CPU")
     measured, others = page.split(LABEL)
-    assert "own (2 prompts)" in measured and "8.02" not in measured
+    assert "Executed on CPU; 16 new tokens" in measured and "own (2 prompts)" in measured and "8.02" not in measured
     assert "8.02 (6.2x)" in others and "Qwen3-8B" in others and "own" not in others.split("<table")[1]

@@ -64,7 +64,6 @@ __all__ = [
 ]
 
 DRAFTER_FOLDER, REFINER_FOLDER = "drafter", "refiner"
-MODES = ("dflash", "xpress")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,7 +234,8 @@ def _save(options: TrainOptions, objective: Objective) -> tuple[Path, Path | Non
 class EvalOptions:
     """A trio and prompts to measure it on. work: folder for the target's answers, made once and reused.
 
-    passes: Jacobi passes to report for the head, each a line; None stands for one per draft token.
+    modes: of dflash, markov, xpress; None: those the trio has. passes: Jacobi passes of the head to report beside
+    the checkpoint's own number, each a line; None stands for one per draft token.
     block_size: slots to draft if fewer than the drafter has.
     """
 
@@ -247,14 +247,15 @@ class EvalOptions:
     limit: int | None = 64
     max_new_tokens: int = 128
     temperature: float = 0.0
-    passes: tuple[int | None, ...] = (None,)
+    modes: tuple[str, ...] | None = None
+    passes: tuple[int | None, ...] = ()
     block_size: int | None = None
     wave: int = 32
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalReport:
-    """tallies: by mode: `dflash`, and for each number of passes K `xpress K=...` (or `markov`)."""
+    """tallies: by arm: `dflash`, `xpress` (or `markov`), and for each further number of passes `xpress K=...`."""
 
     tallies: dict[str, Tally]
 
@@ -273,11 +274,7 @@ def evaluate_trio(options: EvalOptions, progress: Progress | None = None) -> Eva
         refiner = load_refiner(read_refiner(options.refiner, target, base), base)
     samples = _eval_samples(options, target, base.config.target_layer_ids, progress)
     size = options.block_size or base.config.block_size
-    full = size - base.config.first_slot
-    settings: list[tuple[str, Refiner | None, int]] = [("dflash", None, 0)]
-    if refiner is not None:
-        passes = [full if k is None else k for k in options.passes]
-        settings += [(f"{refiner.config.kind} K={k}", refiner, k) for k in passes]
+    settings = _eval_settings(options, refiner, size - base.config.first_slot)
     tallies = {}
     with progress.step("Drafting", total=len(settings) * len(samples)) as advance:
         for name, head, num_passes in settings:
@@ -288,6 +285,21 @@ def evaluate_trio(options: EvalOptions, progress: Progress | None = None) -> Eva
                 advance(1)
             tallies[name] = tally
     return EvalReport(tallies=tallies)
+
+
+def _eval_settings(
+    options: EvalOptions, refiner: Refiner | None, num_drafts: int
+) -> list[tuple[str, Refiner | None, int]]:
+    """(label, head, passes) of every arm."""
+    settings: list[tuple[str, Refiner | None, int]] = [("dflash", None, 0)]
+    if refiner is not None:
+        kind = refiner.config.kind
+        settings.append((kind, refiner, min(refiner.config.num_passes, num_drafts)))
+        sweep = [num_drafts if k is None else k for k in options.passes]
+        settings += [(f"{kind} K={k}", refiner, k) for k in sweep]
+    if options.modes is None:
+        return settings
+    return [setting for setting in settings if setting[0].split()[0] in options.modes]
 
 
 def _eval_samples(

@@ -24,13 +24,14 @@ _PAGE = """<!doctype html>
  .published { color: #6a737d; margin-top: 1rem } caption { text-align: left }
 </style>
 <h1>{{ title }}</h1>
-<p>Executed on CPU, {{ max_new_tokens }} new tokens, greedy; every mode gave the same tokens as plain decoding.
+<p>{{ how[0] | upper }}{{ how[1:] }}; {{ max_new_tokens }} new tokens, greedy.
  tau: tokens per verify step, mean over responses with its 95% confidence interval.</p>
 {% for benchmark, rows in groups %}
 <h2>{{ benchmark }} ({{ rows[0].num_prompts }} prompts)</h2>
 <table><tr><th>mode<th>tau<th>tokens/s<th>speed-up</tr>
 {% for r in rows %}<tr><td>{{ r.arm }}<td class="n">{{ "%.3f ± %.3f" | format(r.tau, r.tau_ci95) }}
-<td class="n">{{ "%.1f" | format(r.tokens_per_s) }}<td class="n">{{ "%.2f" | format(r.speed_up) }}x</tr>
+<td class="n">{{ "%.1f" | format(r.tokens_per_s) if r.tokens_per_s else "-" }}
+<td class="n">{{ "%.2fx" | format(r.speed_up) if r.speed_up else "-" }}</tr>
 {% endfor %}</table>
 <svg width="100%" height="{{ 22 * rows | length + 4 }}" role="img" aria-label="tau by mode">
 {% for r in rows %}<text x="0" y="{{ 22 * loop.index0 + 16 }}">{{ r.arm }}</text>
@@ -54,8 +55,8 @@ _PAGE = """<!doctype html>
 """
 
 
-def evaluation_page(rows: Sequence[Row], max_new_tokens: int) -> str:
-    """The page of `eval --html`."""
+def evaluation_page(rows: Sequence[Row], max_new_tokens: int, how: str) -> str:
+    """The page of `eval --html`. how: where the figures come from, for the line above the tables."""
     benchmarks = dict.fromkeys(row.benchmark for row in rows)
     groups = [(name, [row for row in rows if row.benchmark == name]) for name in benchmarks]
     return (
@@ -65,6 +66,7 @@ def evaluation_page(rows: Sequence[Row], max_new_tokens: int) -> str:
             title="xpress-export eval",
             groups=groups,
             max_new_tokens=max_new_tokens,
+            how=how,
             longest=max(row.tau for row in rows),
             label=published.LABEL,
             publication=published.published(),

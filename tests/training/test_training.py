@@ -150,7 +150,7 @@ def test_evaluation_of_a_trio(tiny_trio: Any, tmp_path: Path) -> None:
             passes=(0, None, 9),
         )
     ).as_json()
-    assert list(report) == ["dflash", "xpress K=0", "xpress K=7", "xpress K=9"]
+    assert list(report) == ["dflash", "xpress", "xpress K=0", "xpress K=7", "xpress K=9"]
     assert report["dflash"] == report["xpress K=0"]
     assert report["xpress K=7"] == report["xpress K=9"]
     assert report["dflash"]["prompts"]["num_answers"] == 2 and report["dflash"]["mean_tau"] >= 1
