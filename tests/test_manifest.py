@@ -30,6 +30,7 @@ from xpress_export.manifest import (
     RefinerRecord,
     TensorRecord,
     TextRecord,
+    VariantRecord,
     open_bundle,
     read_manifest,
     record_files,
@@ -49,6 +50,10 @@ FILES = {
     "graphs/target.decomposed.onnx": b"the same, for an older TensorRT",
     "graphs/drafter.decomposed.onnx": b"and this",
     "graphs/refiner.decomposed.onnx": b"and this too",
+    "graphs/target.int8.onnx": b"quantized",
+    "graphs/target.int8.decomposed.onnx": b"and lowered",
+    "graphs/target.int8.data": b"codes",
+    "scales/target.int8.json": b"{}",
     "engines/target.l4.fp32.1234.plan": b"engine",
     "engines/target.l4.fp32.1234.build.json": b"{}",
     "tokenizer/tokenizer.json": b"{}",
@@ -57,7 +62,7 @@ FILES = {
 SOLO_FILES = {
     path: data
     for path, data in FILES.items()
-    if not any(word in path for word in ("drafter", "refiner", "decomposed", "engines"))
+    if not any(word in path for word in ("drafter", "refiner", "decomposed", "engines", "int8"))
 }
 
 GOLDEN = """\
@@ -104,6 +109,8 @@ GOLDEN = """\
     }
   },
   "decomposed": {},
+  "variants": [],
+  "run_precision": null,
   "parity": [
     {
       "graph": "target",
@@ -137,7 +144,7 @@ GOLDEN = """\
       "sha256": "44136fa355b3678a1146ad16f7e8649e94fb4fc21fe77e8310c060f61caaff8a"
     }
   ],
-  "digest": "e76cb6c9a5c12aa48a8555044f76f7f1361c4b9912d2237dff42b309d420fa82"
+  "digest": "eeffa9d4e16b78297e6530f9a0fe579e36da3b15c694b3911fe354eea384fca4"
 }
 """
 
@@ -214,8 +221,27 @@ def trio(folder: Path) -> Manifest:
             "drafter": graph("drafter.decomposed", "graphs/drafter.data", "graphs/target.data"),
             "refiner": graph("refiner.decomposed", "graphs/refiner.data"),
         },
+        variants=(variant(),),
         parity=(*base.parity, parity("drafter", "the module"), parity("refiner", "the module")),
         engines=(engine(),),
+    )
+
+
+def variant(**changes: Any) -> VariantRecord:
+    return dataclasses.replace(
+        VariantRecord(
+            role="target",
+            precision="int8",
+            file="graphs/target.int8.onnx",
+            data=("graphs/target.data", "graphs/target.int8.data"),
+            decomposed="graphs/target.int8.decomposed.onnx",
+            scales="scales/target.int8.json",
+            smoothquant=0.5,
+            block_size=None,
+            num_layers=14,
+            kept=("lm_head",),
+        ),
+        **changes,
     )
 
 
@@ -529,8 +555,8 @@ CONTRADICTIONS: list[tuple[str, Any, str]] = [
     ("files.2.num_bytes", -1, "files[2].num_bytes should be at least 0"),
     ("files.2.sha256", "x" * 64, "files[2].sha256 should be 64"),
     ("files.2.path", "manifest.json", "graphs.drafter.data[0] should be listed"),
-    ("files.11.path", "tokenizer/texts.json", "files should list tokenizer/text.json"),
-    ("files.12.path", "zz", "files should list tokenizer/tokenizer.json"),
+    ("files.15.path", "tokenizer/texts.json", "files should list tokenizer/text.json"),
+    ("files.16.path", "zz", "files should list tokenizer/tokenizer.json"),
     ("files.2.path", "graphs/zz.data", "graphs.drafter.data[0] should be listed in files"),
 ]
 

@@ -4,6 +4,7 @@
     ├── CheckpointError            a target, drafter or refiner checkpoint cannot be read or does not fit
     ├── ExportError                tracing, writing or checking a graph failed
     │   └── ParityError            a graph was traced but its numbers are not those of the model
+    ├── CalibrationError           prompts, scales or a graph do not allow what was asked of quantization
     ├── BundleError                a bundle is missing, incomplete, tampered with or of another schema
     ├── PlatformError              the named platform cannot do what was asked
     ├── RequestError               a generation request is not valid (empty prompt, too long, unknown mode)
@@ -32,6 +33,10 @@ class ExportError(XpressExportError):
 
 class ParityError(ExportError):
     """A traced graph does not reproduce its model within the stated tolerance."""
+
+
+class CalibrationError(XpressExportError):
+    """Ranges cannot be measured, or scales and options do not fit the graphs they are for."""
 
 
 class BundleError(XpressExportError):

@@ -5,6 +5,8 @@
     graphs/{target,drafter,refiner}.data       weights; a graph may refer to another model's file
     graphs/draft_vocab.npy                     token ids of a reduced draft vocabulary, where it is one
     graphs/*.decomposed.onnx                   the same graphs for an older TensorRT, on the same weights
+    graphs/{role}.{precision}.onnx, .data      quantized variants, which may refer to the weights above
+    scales/*.json                              what calibration measured, and what each variant was made from
     engines/*.plan, *.build.json               engines of a platform and their build reports, where compiled
     tokenizer/tokenizer.json, text.json        the text side
 
@@ -30,7 +32,7 @@ import stat
 import threading
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from dataclasses import field as declared
 from pathlib import Path
 from typing import Any
@@ -56,6 +58,7 @@ from xpress_export.records import (
     RefinerRecord,
     TensorRecord,
     TextRecord,
+    VariantRecord,
     at_least,
     one_of,
     refuse,
@@ -87,6 +90,7 @@ __all__ = [
     "RefinerRecord",
     "TensorRecord",
     "TextRecord",
+    "VariantRecord",
     "open_bundle",
     "read_manifest",
     "record_files",
@@ -128,6 +132,8 @@ class Manifest:
     text: TextRecord
     graphs: Mapping[str, GraphRecord]
     decomposed: Mapping[str, GraphRecord] = declared(default_factory=dict)
+    variants: tuple[VariantRecord, ...] = ()
+    run_precision: str | None = None
     parity: tuple[ParityRecord, ...]
     engines: tuple[EngineRecord, ...] = ()
     files: tuple[FileRecord, ...]
@@ -145,6 +151,7 @@ class Manifest:
         _check_draft(self)
         _check_graphs(self)
         _check_decomposed(self)
+        _check_variants(self)
         _check_engines(self)
         _check_files(self)
         object.__setattr__(self, "tool", dict(sorted(self.tool.items())))
@@ -156,6 +163,20 @@ class Manifest:
     def roles(self) -> tuple[str, ...]:
         """The models present, in the order they run."""
         return tuple(role for role in names.ROLES if getattr(self, role) is not None)
+
+    def precisions(self, role: str) -> tuple[str, ...]:
+        """What a model's graph is in, that of the bundle first."""
+        return (self.precision, *(variant.precision for variant in self.variants if variant.role == role))
+
+    def graph(self, role: str, precision: str, *, decomposed: bool = False) -> GraphRecord | None:
+        """The graph of a model in a precision and lowering, or None if the bundle has no such graph."""
+        if precision == self.precision:
+            return (self.decomposed if decomposed else self.graphs).get(role)
+        for variant in self.variants:
+            file = variant.decomposed if decomposed else variant.file
+            if (variant.role, variant.precision) == (role, precision) and file is not None:
+                return replace(self.graphs[role], file=file, data=variant.data)
+        return None
 
     @property
     def num_bytes(self) -> int:
@@ -274,14 +295,36 @@ def _check_decomposed(m: Manifest) -> None:
                 raise FieldError(f"decomposed.{role}.{side}", f"should be those of graphs.{role}")
 
 
+def _check_variants(m: Manifest) -> None:
+    """What a variant refers to is there; there is one of each role and precision."""
+    listed = {file.path for file in m.files}
+    for n, variant in enumerate(m.variants):
+        where = f"variants[{n}]"
+        if variant.role not in m.graphs:
+            refuse(f"{where}.role", f"one of {', '.join(m.graphs)}", variant.role)
+        if (variant.decomposed is None) != (not m.decomposed):
+            expected = "a graph, as the bundle has that lowering" if m.decomposed else "null without that lowering"
+            refuse(f"{where}.decomposed", expected, variant.decomposed)
+        files = {"file": variant.file, "decomposed": variant.decomposed, "scales": variant.scales}
+        for field, path in [*files.items(), *((f"data[{i}]", path) for i, path in enumerate(variant.data))]:
+            if path is not None and path not in listed:
+                refuse(f"{where}.{field}", "listed in files", path)
+    if len({(variant.role, variant.precision) for variant in m.variants}) != len(m.variants):
+        raise FieldError("variants", "should not hold two of one role and precision")
+    known = {m.precision, *(variant.precision for variant in m.variants)}
+    if m.run_precision is not None and m.run_precision not in known:
+        refuse("run_precision", f"null or one of {', '.join(sorted(known))}", m.run_precision)
+
+
 def _check_engines(m: Manifest) -> None:
     listed = {file.path for file in m.files}
     for n, engine in enumerate(m.engines):
         where = f"engines[{n}]"
         if engine.role not in m.graphs:
             refuse(f"{where}.role", f"one of {', '.join(m.graphs)}", engine.role)
-        if engine.precision != m.precision:
-            refuse(f"{where}.precision", f"that of the graphs, {m.precision!r}", engine.precision)
+        if engine.precision not in m.precisions(engine.role):
+            expected = f"one that the graphs of the {engine.role} are in, {' or '.join(m.precisions(engine.role))}"
+            refuse(f"{where}.precision", expected, engine.precision)
         for field in ("file", "report"):
             if getattr(engine, field) not in listed:
                 refuse(f"{where}.{field}", "listed in files", getattr(engine, field))

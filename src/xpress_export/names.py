@@ -59,6 +59,9 @@ PREVIOUS = "previous"
 REFINED_TOKENS = "refined_tokens"
 REFINED_LOGITS = "refined_logits"
 
+ACTIVATION_ZERO = "activation_zero_point"
+"""Initializer of a quantized graph: the zero that all its activations are quantized with."""
+
 
 def past_key(layer: int) -> str:
     return f"past_key_{layer}"

@@ -29,6 +29,8 @@ FIRST_NATIVE = (10, 15)
 """The first TensorRT whose ONNX parser reads all four operators of the native graphs."""
 
 PRECISIONS = ("fp32", "fp16", "bf16", "int8", "int4", "fp8", "fp4")
+QUANTIZED = ("int8", "fp8", "int8-weight", "int4-weight")
+"""What `quantize` makes of a graph; `-weight`: weights alone, on hardware that has the type."""
 _TURING = ("fp16", "int8", "fp32")
 _AMPERE = ("fp16", "int8", "int4", "bf16", "fp32")
 _HOPPER = ("fp8", "fp16", "bf16", "int8", "int4", "fp32")
@@ -69,9 +71,9 @@ _ROWS = (
         name=CPU,
         device="any x86-64 or Arm CPU",
         backend=ONNX_RUNTIME,
-        precisions=("fp32", "fp16"),
+        precisions=("fp32", "fp16", "int8", "int4", "fp8"),
         evidence="executed",
-        note="fp16 halves the bundle and checks float16 accuracy; ONNX Runtime computes it slower than fp32 on x86",
+        note="int8 and weight-only are faster than fp32; fp16 and fp8 are slower and there to check their accuracy",
     ),
     Platform(
         name="t4",
@@ -221,11 +223,13 @@ _WHY_NOT = {
 def require(name: str, precision: str) -> Platform:
     """The named platform, if it can run `precision`; otherwise a `PlatformError` that names the alternative."""
     platform = find(name)
-    if precision not in PRECISIONS:
-        raise PlatformError(f"precision {precision!r} is not known; known are {', '.join(PRECISIONS)}")
-    if precision not in platform.precisions:
+    if precision not in {*PRECISIONS, *QUANTIZED}:
+        known = ", ".join(dict.fromkeys((*PRECISIONS, *QUANTIZED)))
+        raise PlatformError(f"precision {precision!r} is not known; known are {known}")
+    if precision.removesuffix("-weight") not in platform.precisions:
         where = f" ({platform.device}, sm_{platform.sm})" if platform.sm else ""
-        why = f": {_WHY_NOT[precision]}" if precision in _WHY_NOT and platform.sm else ""
+        reason = _WHY_NOT.get(precision.removesuffix("-weight"))
+        why = f": {reason}" if reason and platform.sm else ""
         raise PlatformError(
             f"platform {name}{where} cannot run {precision}{why}; it can run {', '.join(platform.precisions)}, "
             f"of which {platform.advised} is advised: use --precision {_alternative(platform, precision)}"
@@ -245,7 +249,9 @@ def find(name: str) -> Platform:
 def _alternative(platform: Platform, precision: str) -> str:
     """What serves the purpose of `precision` best: eight bits for eight, four for four, else what is advised."""
     substitutes = {"fp8": ("int8",), "int8": ("fp8",), "fp4": ("int4", "int8"), "int4": ("int8",)}
-    return next((p for p in substitutes.get(precision, ()) if p in platform.precisions), platform.advised)
+    substitutes["int4-weight"] = ("int8-weight",)
+    usable = (p for p in substitutes.get(precision, ()) if p.removesuffix("-weight") in platform.precisions)
+    return next(usable, platform.advised)
 
 
 def lowering_for(backend: str, version: str) -> tuple[str, str]:

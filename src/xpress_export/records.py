@@ -16,6 +16,8 @@ GRAPHS_FOLDER = "graphs"
 DRAFT_VOCAB_FILE = f"{GRAPHS_FOLDER}/draft_vocab.npy"
 ENGINES_FOLDER = "engines"
 TOKENIZER_FOLDER = "tokenizer"
+SCALES_FOLDER = "scales"
+SCALES_FILE = f"{SCALES_FOLDER}/calibration.json"
 _HALF = ("int64", "float32", "float16")
 DTYPES = {"fp32": ("int64", "float32"), "fp16": _HALF, "int8": _HALF, "fp8": _HALF}
 HARDWARE_LEVELS = ("none", "ampere-plus", "same-cc")
@@ -194,6 +196,46 @@ class GraphRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
+class VariantRecord:
+    """The graph of one model in one quantized precision.
+
+    It has the bindings of the model's own graph. file, data: the graph and its weights; decomposed: the same for an
+    older TensorRT, on the same weights. scales: what it was made from, null where only weights are quantized.
+    smoothquant: alpha, null without. num_layers: quantized layers. kept: layers left in high precision.
+    """
+
+    role: str
+    precision: str
+    file: str
+    data: tuple[str, ...]
+    decomposed: str | None
+    scales: str | None
+    smoothquant: float | None
+    block_size: int | None
+    num_layers: int
+    kept: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        one_of(self, "role", (names.TARGET, names.DRAFTER))
+        one_of(self, "precision", platforms.QUANTIZED)
+        stem = f"{GRAPHS_FOLDER}/{self.role}.{self.precision}"
+        one_of(self, "file", (f"{stem}.onnx",))
+        one_of(self, "decomposed", (None, f"{stem}.decomposed.onnx"))
+        for n, path in enumerate(self.data):
+            if not _PATH.fullmatch(path) or os.path.dirname(path) != GRAPHS_FOLDER:
+                refuse(f"data[{n}]", f"a file of {GRAPHS_FOLDER}/", path)
+        unique("data", self.data)
+        at_least(self, 1, "num_layers")
+        unique("kept", self.kept)
+        if (self.scales is None) != self.precision.endswith("-weight"):
+            refuse("scales", "a file with quantized activations, null without", self.scales)
+        if self.smoothquant is not None and not 0 < self.smoothquant < 1:
+            refuse("smoothquant", "between 0 and 1", self.smoothquant)
+        if (self.block_size is None) != (self.precision != "int4-weight"):
+            refuse("block_size", "the size of a block of int4-weight, null otherwise", self.block_size)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ParityRecord:
     """A comparison made at export: `value` is the error measured on `rows` rows, at most `tolerance`."""
 
@@ -276,7 +318,7 @@ class EngineRecord:
         one_of(self, "role", names.ROLES)
         one_of(self, "platform", tuple(platforms.PLATFORMS))
         one_of(self, "backend", (platforms.TENSORRT, platforms.TENSORRT_RTX))
-        one_of(self, "precision", platforms.PRECISIONS)
+        one_of(self, "precision", (*platforms.PRECISIONS, *platforms.QUANTIZED))
         one_of(self, "lowering", platforms.LOWERINGS)
         one_of(self, "layout", LAYOUTS)
         one_of(self, "hardware_compat", HARDWARE_LEVELS)
