@@ -59,7 +59,7 @@ class Row:
 def read_prompts(path: Path, limit: int | None = None) -> list[str]:
     """The prompts of a JSONL file, in order, at most `limit`; a RequestError names the line that is wrong."""
     try:
-        lines = path.read_text("utf-8").splitlines()
+        lines = path.read_text("utf-8").split("\n")  # a string may hold other line ends
     except (OSError, UnicodeDecodeError) as err:
         raise RequestError(f"{path} cannot be read as UTF-8 text: {err}") from err
     prompts = [_prompt(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
