@@ -32,7 +32,14 @@ from pathlib import Path
 
 from xpress_export.errors import ExportError, XpressExportError
 from xpress_export.names import TARGET
-from xpress_export.records import ENGINES_FOLDER, GRAPHS_FOLDER, MANIFEST_FILE, SCALES_FOLDER, TOKENIZER_FOLDER
+from xpress_export.records import (
+    DRAFT_VOCAB_FILE,
+    ENGINES_FOLDER,
+    GRAPHS_FOLDER,
+    MANIFEST_FILE,
+    SCALES_FOLDER,
+    TOKENIZER_FOLDER,
+)
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -40,7 +47,7 @@ _NO_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 _NEARLY_FULL_BYTES = 1 << 20
 _BUNDLE_FILES = re.compile(
-    rf"{re.escape(MANIFEST_FILE)}|{GRAPHS_FOLDER}/\w+(\.[\w-]+)?(\.decomposed)?\.(onnx|data)|{SCALES_FOLDER}/[\w.-]+\.json"
+    rf"{re.escape(MANIFEST_FILE)}|{GRAPHS_FOLDER}/\w+(\.[\w-]+)?(\.decomposed)?\.(onnx|data)|{DRAFT_VOCAB_FILE}|{SCALES_FOLDER}/[\w.-]+\.json"
     rf"|{TOKENIZER_FOLDER}/(tokenizer|text)\.json|{ENGINES_FOLDER}/\.?[\w.-]+\.(plan|build\.json)(\.partial-\d+)?"
     rf"|\.{re.escape(MANIFEST_FILE)}\.partial-\d+",
     re.ASCII,
