@@ -6,85 +6,117 @@
             print(chunk.text, end="", flush=True)
         print(generation.stats.tau)
 
-A `Runtime` may be used from several threads; each generation has its own memory. No module state.
+Any number of threads and asyncio tasks may use one `Runtime`. Requests run together, up to `num_slots` at a time,
+on one thread of the runtime's own; the rest wait in line. No module state.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import os
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import numpy as np
+
 from xpress_export import names
-from xpress_export.errors import RequestError
+from xpress_export.errors import BundleError, RequestError
 from xpress_export.manifest import Manifest, open_bundle
 from xpress_export.runtime.backend import Graph
-from xpress_export.runtime.decode import Plan, decode
+from xpress_export.runtime.decode import Decoder
 from xpress_export.runtime.params import SamplingParams
-from xpress_export.runtime.slot import Block, Slot
-from xpress_export.runtime.stats import Stats
+from xpress_export.runtime.requests import Generation, Plan, Request, closed
+from xpress_export.runtime.scheduler import ADAPTIVE, Scheduler
+from xpress_export.runtime.slots import Block, Slots
+from xpress_export.runtime.speculation import Choice, Speculation
+from xpress_export.runtime.stats import RuntimeStats, Stats
 from xpress_export.runtime.text import TextCodec, TextStream
 
 PREFILL_CHUNK = 128
+NUM_SLOTS = 8
 
 Messages = Sequence[Mapping[str, Any]]
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """What one step added: text that will not change (may be empty) and the tokens committed."""
-
-    text: str
-    token_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Result:
-    """A finished generation. finish_reason: "stop" (stop token or string) or "length" (budget or context full)."""
-
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: str
-    stats: Stats
-
-
 class Runtime:
-    """A bundle, loaded. Use as a context manager, or call `close`."""
+    """A bundle, loaded. Use as a context manager, or call `close`.
 
-    def __init__(self, manifest: Manifest, codec: TextCodec, graphs: dict[str, Graph], prefill_chunk: int) -> None:
+    num_slots: requests that run together. prefill_chunk: prompt tokens per target call. max_queue: requests that
+    may wait for a slot, None: any number. kv_budget_bytes: most the KV caches may take, None: half of the memory.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        codec: TextCodec,
+        graphs: Mapping[str, Graph],
+        *,
+        draft_ids: np.ndarray | None = None,
+        num_slots: int = NUM_SLOTS,
+        prefill_chunk: int = PREFILL_CHUNK,
+        max_queue: int | None = None,
+        kv_budget_bytes: int | None = None,
+    ) -> None:
         self.manifest, self.codec = manifest, codec
-        self._graphs, self._chunk = graphs, prefill_chunk
+        self._roles = tuple(graphs)
         draft = manifest.draft
         self._block = Block(draft.block_size, draft.first_slot, draft.mask_token_id) if draft else None
-        self._free: list[Slot] = []
-        self._lock = threading.Lock()
-        self._closed = False
+        dtype = next(t.dtype for t in manifest.graphs[names.TARGET].inputs if t.name == names.past_key(0))
+        most_rows = max(prefill_chunk, 1 + (self._block.num_draft_tokens if self._block else 0))
+        memory = Slots(graphs, dtype, num_slots, manifest.max_context, most_rows, self._block)
+        if draft_ids is None:
+            draft_ids = np.arange(manifest.target.vocab_size)
+        self._kv_budget = _memory_bytes() // 2 if kv_budget_bytes is None else kv_budget_bytes
+        first_slot = self._block.first_slot if self._block else 0
+        most = Choice(self._block.num_draft_tokens, draft.refine_passes) if draft and self._block else None
+        self._scheduler = Scheduler(
+            Decoder(memory, first_slot, draft_ids),
+            Speculation(most, first_slot) if most else None,
+            num_slots=num_slots,
+            max_queue=max_queue,
+            kv_budget_bytes=self._kv_budget,
+            prefill_chunk=prefill_chunk,
+            vocab_size=manifest.target.vocab_size,
+        )
+        self._close = weakref.finalize(self, self._scheduler.close)
 
     @classmethod
     def open(
         cls,
         folder: str | Path,
         *,
+        num_slots: int = NUM_SLOTS,
         num_threads: int | None = None,
         prefill_chunk: int = PREFILL_CHUNK,
+        max_queue: int | None = None,
+        kv_budget_bytes: int | None = None,
         on_verify: Callable[[int], None] | None = None,
     ) -> Self:
         """Check every file of the bundle against its manifest, then load it.
 
-        num_threads: of the CPU backend, None: one per core. prefill_chunk: prompt tokens per target call.
-        on_verify: called with the number of bytes checked since the last call.
+        num_threads: of the CPU backend, None: one per core. on_verify: called with the number of bytes checked
+        since the last call. The others are the class's.
         Raises BundleError if anything differs from the manifest, naming it.
         """
-        if prefill_chunk < 1:
-            raise RequestError(f"prefill_chunk must be at least 1, got {prefill_chunk}")
+        limits = {"num_slots": num_slots, "prefill_chunk": prefill_chunk}
+        for name, value in limits.items():
+            if value < 1:
+                raise RequestError(f"{name} must be at least 1, got {value}", name)
         folder = Path(folder)
         manifest = open_bundle(folder, on_verify)
         codec = TextCodec.open(folder / manifest.text.folder)
         graphs = {role: Graph(folder / record.file, role, num_threads) for role, record in manifest.graphs.items()}
-        return cls(manifest, codec, graphs, prefill_chunk)
+        return cls(
+            manifest,
+            codec,
+            graphs,
+            draft_ids=_draft_ids(folder, manifest),
+            max_queue=max_queue,
+            kv_budget_bytes=kv_budget_bytes,
+            **limits,
+        )
 
     @property
     def modes(self) -> tuple[str, ...]:
@@ -94,7 +126,16 @@ class Runtime:
             (names.MODE_DFLASH, names.DRAFTER),
             (names.MODE_XPRESS, names.REFINER),
         )
-        return tuple(mode for mode, role in roles if role in self._graphs)
+        return tuple(mode for mode, role in roles if role in self._roles)
+
+    @property
+    def closed(self) -> bool:
+        return not self._close.alive
+
+    @property
+    def stats(self) -> RuntimeStats:
+        """What the runtime is doing, and what it did since it was opened: a snapshot."""
+        return self._scheduler.stats()
 
     def encode(self, prompt: str | Messages | Sequence[int], **template_args: Any) -> list[int]:
         """Token ids of a prompt: text is one user message where the model has a chat template, else raw.
@@ -109,26 +150,38 @@ class Runtime:
             return self._checked_ids(prompt)  # type: ignore[arg-type]
         return self.codec.encode_chat(prompt, **template_args)  # type: ignore[arg-type]
 
-    def generate(
+    def submit(
         self,
         prompt: str | Messages | Sequence[int],
         params: SamplingParams | None = None,
         **template_args: Any,
     ) -> Generation:
-        """Start generating; iterate over the result for chunks, or call its `result()`.
+        """Start a request and return its handle: iterate over it (plain or async) for chunks, or ask its `result()`.
 
-        Raises RequestError for a request that cannot be honoured; the runtime stays usable.
+        Raises RequestError for a request that cannot be honoured, with the field's name where it is one's fault;
+        QueueFullError if `max_queue` requests wait; ClosedError. The runtime stays usable.
         """
-        self._check_open()
+        if self.closed:
+            raise closed()
         params = params or SamplingParams()
         ids = self.encode(prompt, **template_args)
-        return Generation(self, ids, params, self._plan(len(ids), params))
+        plan = self._plan(len(ids), params)
+        stops = (*params.stop_token_ids, *(() if params.ignore_eos else self.codec.stop_token_ids))
+        request = Request(
+            prompt=ids,
+            params=params,
+            plan=plan,
+            stream=TextStream(self.codec, stop_strings=params.stop, stop_token_ids=stops),
+            stats=Stats(num_prompt_tokens=len(ids), mode=plan.mode, speculation_off=plan.speculation_off),
+        )
+        self._scheduler.submit(request)
+        return Generation(request, self, self._scheduler.cancel)
+
+    generate = submit
 
     def close(self) -> None:
-        """Free the graphs and all buffers; running generations end with an error at their next step."""
-        with self._lock:
-            self._closed = True
-            self._graphs, self._free = {}, []
+        """End all requests with ClosedError and stop; the memory is freed with the object."""
+        self._close()
 
     def __enter__(self) -> Self:
         return self
@@ -138,141 +191,110 @@ class Runtime:
     ) -> None:
         self.close()
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise RequestError("the runtime is closed")
-
-    def _checked_ids(self, ids: Sequence[int]) -> list[int]:
+    def _checked_ids(self, ids: Sequence[int], field: str = "prompt") -> list[int]:
         limit = self.manifest.target.vocab_size
         for position, token in enumerate(ids):
             if not 0 <= token < limit:
-                raise RequestError(f"prompt token {position} is {token}; the vocabulary has ids 0 to {limit - 1}")
+                raise RequestError(
+                    f"{field} token {position} is {token}; the vocabulary has ids 0 to {limit - 1}", field
+                )
         return list(ids)
 
     def _plan(self, num_prompt: int, params: SamplingParams) -> Plan:
         context = self.manifest.max_context
         if num_prompt == 0:
-            raise RequestError("the prompt is empty")
+            raise RequestError("the prompt is empty", "prompt")
         if num_prompt >= context:
             raise RequestError(
                 f"the prompt has {num_prompt} tokens and the context of this bundle {context}, "
-                f"which must also hold at least one new token; shorten it or rebuild with a larger --max-context"
+                f"which must also hold at least one new token; shorten it or rebuild with a larger --max-context",
+                "prompt",
             )
         room = context - num_prompt
         if params.max_new_tokens is not None and params.max_new_tokens > room:
             raise RequestError(
                 f"max_new_tokens is {params.max_new_tokens}, but after the prompt's {num_prompt} tokens "
-                f"the context of {context} has room for {room}"
+                f"the context of {context} has room for {room}",
+                "max_new_tokens",
             )
+        self._checked_ids([*params.logit_bias], "logit_bias")
+        max_new_tokens = params.max_new_tokens or room
+        self._check_memory(num_prompt + max_new_tokens)
         mode = self._mode(params)
-        num_slots = self._num_slots(params) if mode != names.MODE_TARGET else 0
-        passes = self._passes(params, num_slots) if mode == names.MODE_XPRESS else 0
+        num_drafts = 0 if mode == names.MODE_TARGET else self._num_drafts(params)
+        refines = num_drafts and (mode == names.MODE_XPRESS or (mode == ADAPTIVE and names.MODE_XPRESS in self.modes))
         return Plan(
-            num_slots=num_slots,
-            refine_passes=passes,
-            prefill_chunk=self._chunk,
-            max_new_tokens=params.max_new_tokens or room,
+            mode=mode,
+            num_drafts=num_drafts,
+            refine_passes=self._passes(params) if refines else 0,
+            max_new_tokens=max_new_tokens,
+            num_rows=num_prompt + max_new_tokens,
+            speculation_off=None if num_drafts else _why_plain(mode, params),
         )
 
-    def _mode(self, params: SamplingParams) -> str:
-        mode = params.mode or self.modes[-1]
-        if mode not in self.modes:
+    def _check_memory(self, num_rows: int) -> None:
+        most = self._scheduler.max_rows
+        if num_rows > most:
             raise RequestError(
-                f"mode {mode!r} needs a {'refiner' if mode == names.MODE_XPRESS else 'drafter'}, "
-                f"which this bundle lacks; it supports {', '.join(self.modes)}"
+                f"prompt and max_new_tokens come to {num_rows} tokens, but the KV budget of {self._kv_budget} bytes "
+                f"holds {most}; ask for fewer tokens or open the runtime with a larger kv_budget_bytes",
+                "max_new_tokens",
             )
-        return mode
 
-    def _num_slots(self, params: SamplingParams) -> int:
+    def _mode(self, params: SamplingParams) -> str:
+        """The mode asked for; left open, adaptive where there is something to choose and nothing is prescribed."""
+        if params.mode is None:
+            if self._block is None:
+                return names.MODE_TARGET
+            prescribed = params.num_draft_tokens is not None or params.refine_passes is not None
+            depends_on_mode = params.temperature > 0 and params.draft_sampling == "sampled"
+            return self.modes[-1] if prescribed or depends_on_mode else ADAPTIVE
+        if params.mode not in self.modes:
+            raise RequestError(
+                f"mode {params.mode!r} needs a {'refiner' if params.mode == names.MODE_XPRESS else 'drafter'}, "
+                f"which this bundle lacks; it supports {', '.join(self.modes)}",
+                "mode",
+            )
+        return params.mode
+
+    def _num_drafts(self, params: SamplingParams) -> int:
         assert self._block is not None
         most = self._block.num_draft_tokens
-        drafts = most if params.num_draft_tokens is None else params.num_draft_tokens
-        if drafts > most:
-            raise RequestError(f"num_draft_tokens is {drafts}, the drafter's block yields at most {most}")
-        return drafts + self._block.first_slot if drafts else 0
+        if params.num_draft_tokens is not None and params.num_draft_tokens > most:
+            raise RequestError(
+                f"num_draft_tokens is {params.num_draft_tokens}, the drafter's block yields at most {most}",
+                "num_draft_tokens",
+            )
+        return most if params.num_draft_tokens is None else params.num_draft_tokens
 
-    def _passes(self, params: SamplingParams, num_slots: int) -> int:
+    def _passes(self, params: SamplingParams) -> int:
         assert self._block is not None and self.manifest.draft is not None
-        most = self._block.num_draft_tokens
-        asked = params.refine_passes
+        most, asked = self._block.num_draft_tokens, params.refine_passes
         if asked is not None and asked > most:
             raise RequestError(
-                f"refine_passes is {asked}; after {most} passes, one per draft token, a block no longer changes"
+                f"refine_passes is {asked}; after {most} passes, one per draft token, a block no longer changes",
+                "refine_passes",
             )
-        if num_slots == 0:
-            return 0
         return self.manifest.draft.refine_passes if asked is None else asked
 
-    def _acquire(self) -> Slot:
-        with self._lock:
-            self._check_open()
-            if self._free:
-                return self._free.pop()
-            float_dtype = next(
-                t.dtype for t in self.manifest.graphs[names.TARGET].inputs if t.name == names.past_key(0)
-            )
-            most_rows = max(self._chunk, 1 + (self._block.num_draft_tokens if self._block else 0))
-            return Slot(self._graphs, float_dtype, self.manifest.max_context, most_rows, self._block)
 
-    def _release(self, slot: Slot) -> None:
-        with self._lock:
-            if not self._closed:
-                self._free.append(slot)
+def _why_plain(mode: str, params: SamplingParams) -> str:
+    if params.num_draft_tokens == 0:
+        return "num_draft_tokens is 0"
+    return "mode target was asked for" if params.mode == mode else "the bundle has no drafter"
 
 
-class Generation:
-    """One running request: an iterator of `Chunk`; `token_ids`, `text`, `stats` grow with it.
+def _draft_ids(folder: Path, manifest: Manifest) -> np.ndarray | None:
+    """The target's token id of each row of a reduced draft vocabulary."""
+    if manifest.draft is None or manifest.draft.vocab_file is None:
+        return None
+    path = folder / manifest.draft.vocab_file
+    ids: np.ndarray = np.load(path, allow_pickle=False)
+    expected = (manifest.draft.draft_vocab_size,)
+    if ids.dtype != np.int64 or ids.shape != expected or ids.min() < 0 or ids.max() >= manifest.target.vocab_size:
+        raise BundleError(f"{path} should hold {expected[0]} token ids as int64, got {ids.dtype} {list(ids.shape)}")
+    return ids
 
-    finish_reason is None until it ends. Leaving the iteration early and calling `close` frees its memory.
-    """
 
-    def __init__(self, runtime: Runtime, prompt: Sequence[int], params: SamplingParams, plan: Plan) -> None:
-        self.stats = Stats(num_prompt_tokens=len(prompt))
-        self.token_ids: list[int] = []
-        self.text = ""
-        self.finish_reason: str | None = None
-        stops = params.stop_token_ids + (() if params.ignore_eos else runtime.codec.stop_token_ids)
-        self._stream = TextStream(runtime.codec, stop_strings=params.stop, stop_token_ids=stops)
-        self._runtime = runtime
-        self._chunks = self._run(list(prompt), plan)
-
-    def __iter__(self) -> Iterator[Chunk]:
-        return self._chunks
-
-    def __next__(self) -> Chunk:
-        return next(self._chunks)
-
-    def result(self) -> Result:
-        """Run to the end and return everything."""
-        for _ in self:
-            pass
-        assert self.finish_reason is not None
-        return Result(self.text, tuple(self.token_ids), self.finish_reason, self.stats)
-
-    def close(self) -> None:
-        """Stop here and free the request's memory."""
-        self._chunks.close()  # type: ignore[attr-defined]
-
-    def _run(self, prompt: list[int], plan: Plan) -> Iterator[Chunk]:
-        slot = self._runtime._acquire()
-        try:
-            for committed in decode(slot, prompt, plan, self.stats):
-                step = self._stream.push(committed)
-                chunk = self._add(step.text, committed[: step.num_kept])
-                if step.finished:
-                    self.finish_reason = "stop"
-                yield chunk
-                if step.finished:
-                    return
-                if self._runtime._closed:
-                    raise RequestError("the runtime was closed while this request was running")
-            self.finish_reason = "length"
-            yield self._add(self._stream.flush(), [])
-        finally:
-            self._runtime._release(slot)
-
-    def _add(self, text: str, token_ids: list[int]) -> Chunk:
-        self.text += text
-        self.token_ids += token_ids
-        self.stats.num_generated_tokens = len(self.token_ids)
-        return Chunk(text, tuple(token_ids))
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

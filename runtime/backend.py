@@ -15,9 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xpress_export.errors import BundleError, EngineError, MissingDependencyError
+from xpress_export.runtime.kernels import lower
 
 Array = NDArray[Any]
 
+_WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"
 DTYPES: Mapping[str, type] = {"float32": np.float32, "float16": np.float16, "int64": np.int64}
 
 
@@ -34,7 +36,10 @@ class Graph:
         if num_threads is not None:
             options.intra_op_num_threads = num_threads
         try:
-            self.session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+            model, config = lower(Path(path).read_bytes())
+            for key, value in {**config, _WEIGHTS_FOLDER: str(Path(path).parent)}.items():
+                options.add_session_config_entry(key, value)
+            self.session = ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
         except Exception as err:  # onnxruntime raises plain classes of its own, without a common base
             raise BundleError(f"ONNX Runtime cannot load {path}: {_first_line(err)}") from err
         self.role = role

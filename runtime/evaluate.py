@@ -23,8 +23,9 @@ from typing import Any
 from xpress_export import names
 from xpress_export.errors import RequestError
 from xpress_export.progress import Progress, Silent
-from xpress_export.runtime.api import Result, Runtime
+from xpress_export.runtime.api import Runtime
 from xpress_export.runtime.params import SamplingParams
+from xpress_export.runtime.requests import Result
 
 
 @dataclass(frozen=True)

@@ -373,8 +373,10 @@ script (int64[B] {names.WRITE_INDEX}, int64[B] {names.NUM_COMMITTED}, int64[B, N
 
 _REFINER = f"""<ir_version: 10, opset_import: ["": 24]>
 script (float[B, M, {VOCAB}] {names.DRAFT_LOGITS}, int64[B, M] {names.DRAFT_TOKENS}, int64[B] {names.ANCHOR},
-        int64[B] {names.PREVIOUS}) => (int64[B, M] {names.REFINED_TOKENS})
-<int64[1] zero = {{0}}, int64[1] one = {{1}}, int64[1] two = {{-2}}, int64[1] last = {{-1}}, int64 v = {{{VOCAB}}}>
+        int64[B] {names.PREVIOUS})
+    => (int64[B, M] {names.REFINED_TOKENS}, float[B, M, {VOCAB}] {names.REFINED_LOGITS})
+<int64[1] zero = {{0}}, int64[1] one = {{1}}, int64[1] two = {{-2}}, int64[1] last = {{-1}}, int64 v = {{{VOCAB}}},
+ float[2] off_on = {{0, 1000}}>
 {{
     previous_column = Unsqueeze({names.PREVIOUS}, one)
     anchor_column = Unsqueeze({names.ANCHOR}, one)
@@ -384,6 +386,7 @@ script (float[B, M, {VOCAB}] {names.DRAFT_LOGITS}, int64[B, M] {names.DRAFT_TOKE
     row = Mul(first, v)
     index = Add(row, second)
     {names.REFINED_TOKENS} = Gather(script_table, index)
+    {names.REFINED_LOGITS} = OneHot({names.REFINED_TOKENS}, v, off_on)
 }}"""
 
 

@@ -8,6 +8,8 @@
     ├── BundleError                a bundle is missing, incomplete, tampered with or of another schema
     ├── PlatformError              the named platform cannot do what was asked
     ├── RequestError               a generation request is not valid (empty prompt, too long, unknown mode)
+    │   ├── QueueFullError         as many requests wait as the runtime was opened for; try again later
+    │   └── ClosedError            the runtime was closed, before or while the request ran
     ├── EngineError                an engine call failed while generating
     ├── EngineBuildError           TensorRT could not build an engine, or built another one than was asked
     ├── PlanMismatchError          an engine plan is for another TensorRT, GPU or driver than this
@@ -48,7 +50,22 @@ class PlatformError(XpressExportError):
 
 
 class RequestError(XpressExportError):
-    """A generation request cannot be honoured as given."""
+    """A generation request cannot be honoured as given.
+
+    field: the request's field that is wrong, where it is one; the message always names it too.
+    """
+
+    def __init__(self, message: str, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+class QueueFullError(RequestError):
+    """The runtime's queue is full; nothing is wrong with the request, a later try may succeed."""
+
+
+class ClosedError(RequestError):
+    """The runtime is closed."""
 
 
 class EngineError(XpressExportError):

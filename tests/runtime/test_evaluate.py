@@ -11,8 +11,7 @@ from click.testing import CliRunner
 
 from xpress_export.cli import cli
 from xpress_export.errors import RequestError
-from xpress_export.runtime import Runtime, Stats
-from xpress_export.runtime.api import Result
+from xpress_export.runtime import Result, Runtime, Stats
 from xpress_export.runtime.evaluate import Arm, _row, arms_of, evaluate, overall, read_prompts, tell_apart
 
 

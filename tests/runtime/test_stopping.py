@@ -231,8 +231,8 @@ REFUSED = [
     ([1], {"stop": ("x",) * 17}, "stop holds 17 strings; at most 16"),
     ([1], {"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
     ([1], {"mode": "fast"}, "mode must be one of target, dflash, xpress, got 'fast'"),
-    ([1], {"refine_passes": -1}, "refine_passes must not be negative, got -1"),
-    ([1], {"num_draft_tokens": -1}, "num_draft_tokens must not be negative, got -1"),
+    ([1], {"refine_passes": -1}, "refine_passes must be at least 0, got -1"),
+    ([1], {"num_draft_tokens": -1}, "num_draft_tokens must be at least 0, got -1"),
     ([{"role": "user"}], {}, r"messages\[0\].content is missing"),
 ]
 

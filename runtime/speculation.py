@@ -1,0 +1,148 @@
+"""Adaptive speculation: how many tokens to draft and how often to refine them, decided before every cycle.
+
+A draft costs the drafter, the refiner and a wider verify step; it gains what of it is accepted. Both are measured
+as the runtime works: acceptance per request, per draft position and number of refine passes; cost per engine as a
+function of the rows a call processes. The choice is the one with the most expected tokens per millisecond:
+
+    E(n, K) = sum over slots of 1 + r_1 + r_1 r_2 + ... + r_1 ... r_n      r_j: acceptance of draft token j
+    T(n, K) = verify(B (1 + n)) + draft(B N) + refine_K(B n)                no draft: E = B, T = verify(B)
+
+A batch is one call of one shape, so n and K are chosen for the slots together. What is not chosen is tried now and
+then, the more rarely the worse it looked, so that speculation comes back when it pays again. Outputs do not depend
+on any of this.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect
+from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+import numpy as np
+
+from xpress_export.runtime.decode import Slot, Times
+
+_MEMORY = 0.1  # weight of the newest outcome in an acceptance rate
+_FIRST_TRIES = 2  # of every choice, before costs are compared
+_PROBE_EVERY = 24  # cycles between two tries of a choice that looks as good as the best
+_OPTIMISM = 0.5  # acceptance of a draft position nobody has measured
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Draft tokens and refine passes of a cycle; 0 draft tokens is plain decoding."""
+
+    num_drafts: int
+    refine_passes: int
+
+
+class Cost:
+    """Milliseconds of a call by the rows it processes: the median of the last few, interpolated."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=7))
+        self._curve: tuple[list[int], list[float]] = ([], [])
+
+    def learn(self, rows: int, ms: float) -> None:
+        self._seen[rows].append(ms)
+        known = sorted(self._seen)
+        self._curve = (known, [median(self._seen[x]) for x in known])
+
+    def __call__(self, rows: int) -> float:
+        """Expected milliseconds; 0 before anything was measured, the nearest measurement outside their range."""
+        known, ms = self._curve
+        right = bisect(known, rows)
+        if right == 0 or right == len(known):
+            return ms[min(right, len(known) - 1)] if known else 0.0
+        share = (rows - known[right - 1]) / (known[right] - known[right - 1])
+        return ms[right - 1] + share * (ms[right] - ms[right - 1])
+
+
+@dataclass
+class Rates:
+    """Acceptance of each draft position, given that all before it were accepted, per number of refine passes."""
+
+    num_drafts: int
+    by_passes: dict[int, list[float]] = field(default_factory=dict)
+
+    def of(self, passes: int) -> list[float]:
+        return self.by_passes.setdefault(passes, [_OPTIMISM] * self.num_drafts)
+
+    def learn(self, passes: int, num_drafted: int, num_accepted: int) -> None:
+        rates = self.of(passes)
+        for j in range(min(num_accepted + 1, num_drafted)):
+            rates[j] += _MEMORY * ((j < num_accepted) - rates[j])
+
+    def copy(self) -> Rates:
+        return Rates(self.num_drafts, {passes: list(rates) for passes, rates in self.by_passes.items()})
+
+
+class Speculation:
+    """The policy of one runtime. most: draft tokens and refine passes a cycle may have."""
+
+    def __init__(self, most: Choice, first_slot: int) -> None:
+        self._first_slot = first_slot
+        self._most = most
+        self._arms = [Choice(0, 0)] + [Choice(most.num_drafts, k) for k in range(most.refine_passes + 1)]
+        self._prior = Rates(most.num_drafts)
+        self._rates: dict[Slot, Rates] = {}
+        self._verify, self._draft = Cost(), Cost()
+        self._refine: dict[int, Cost] = defaultdict(Cost)
+        self._cycle = 0
+        self._last_tried: dict[Choice, int] = {}
+        self._num_tried: dict[Choice, int] = defaultdict(int)
+
+    def choose(self, slots: Sequence[Slot]) -> Choice:
+        """What the adaptive slots among these should do in the next cycle."""
+        self._cycle += 1
+        untried = [arm for arm in self._arms if self._num_tried[arm] < _FIRST_TRIES]
+        if untried:
+            return untried[0]
+        speed = self._speeds(slots)
+        best = max(speed, key=lambda choice: speed[choice])
+        for arm in self._arms:
+            loss = speed[best] / max(speed[arm], 1e-9)
+            if self._cycle - self._last_tried[arm] > _PROBE_EVERY * loss**2:
+                return arm
+        return best
+
+    def learn(self, slots: Iterable[Slot], outcomes: Iterable[tuple[int, int]], times: Times) -> None:
+        """After a cycle: draft tokens verified and accepted per slot, and the time of its engine calls."""
+        slots, outcomes = list(slots), list(outcomes)
+        batch, drafted = len(slots), max(drafted for drafted, _ in outcomes)
+        passes = max(slot.refine_passes for slot in slots) if drafted else 0
+        self._verify.learn(batch * (1 + drafted), times.verify_ms)
+        if drafted:
+            block = max(slot.num_drafts for slot in slots)
+            self._draft.learn(batch * (block + self._first_slot), times.draft_ms)
+            if passes:
+                self._refine[passes].learn(batch * block, times.refine_ms)
+        tried = Choice(self._most.num_drafts if drafted else 0, passes)
+        self._last_tried[tried] = self._cycle
+        self._num_tried[tried] += 1
+        for slot, (num_drafted, num_accepted) in zip(slots, outcomes, strict=True):
+            if num_drafted:
+                for rates in (self._rates_of(slot), self._prior):
+                    rates.learn(slot.refine_passes, num_drafted, num_accepted)
+
+    def forget(self, slot: Slot) -> None:
+        """The slot's request has ended."""
+        self._rates.pop(slot, None)
+
+    def _rates_of(self, slot: Slot) -> Rates:
+        return self._rates.setdefault(slot, self._prior.copy())
+
+    def _speeds(self, slots: Sequence[Slot]) -> dict[Choice, float]:
+        """Expected tokens per millisecond of every choice."""
+        batch = len(slots)
+        speeds = {Choice(0, 0): batch / max(self._verify(batch), 1e-9)}
+        for k in range(self._most.refine_passes + 1):
+            rates = np.array([self._rates_of(slot).of(k) for slot in slots])
+            accepted = np.cumsum(np.cumprod(rates, axis=1).sum(axis=0))  # [n - 1]: of all slots, by n draft tokens
+            for n in range(1, self._most.num_drafts + 1):
+                ms = self._verify(batch * (1 + n)) + self._draft(batch * (n + self._first_slot))
+                ms += self._refine[k](batch * n) if k else 0.0
+                speeds[Choice(n, k)] = (batch + float(accepted[n - 1])) / max(ms, 1e-9)
+        return speeds
