@@ -350,6 +350,10 @@ class TextCodec:
         rendered = self.render_chat(messages, **template_args)
         return self._tokenizer.encode(rendered, add_special_tokens=False).ids
 
+    def spelling(self, token_id: int) -> str:
+        """A token as tokenizer.json spells it, special ones too; empty for an id that is no token."""
+        return self._tokenizer.id_to_token(token_id) or ""
+
     def decode(self, token_ids: Iterable[int]) -> str:
         """Text of `token_ids` without special tokens: exactly what a stream of them emits.
 

@@ -21,10 +21,12 @@ from rich.text import Text
 
 from xpress_export import console as ui
 from xpress_export import names, platforms, presets
+from xpress_export.cli_bench import bench_command
 from xpress_export.cli_engines import COMMANDS as ENGINE_COMMANDS
 from xpress_export.cli_engines import device_command, print_engine
 from xpress_export.cli_eval import evaluate_command
 from xpress_export.cli_generate import generate_command, warn_untrained
+from xpress_export.cli_serve import serve_command
 from xpress_export.cli_train import train
 from xpress_export.errors import XpressExportError
 from xpress_export.folders import check_free_to_use
@@ -150,6 +152,8 @@ def export(**options: Any) -> None:
 
 cli.add_command(generate_command)
 cli.add_command(evaluate_command)
+cli.add_command(bench_command)
+cli.add_command(serve_command)
 
 
 def _export(

@@ -20,6 +20,7 @@ CAPABILITIES = {
         ("torch", "transformers", "onnx", "onnxscript", "onnx-ir", "safetensors", "gguf"),
     ),
     "build TensorRT-RTX engines": ("rtx", ("tensorrt-rtx",)),
+    "serve bundles over HTTP": ("serve", ("fastapi", "uvicorn", "prometheus-client")),
 }
 PACKAGES = (
     *("onnxruntime", "onnxruntime-gpu", "tensorrt", "tensorrt-rtx", "torch", "transformers", "onnx", "onnxscript"),

@@ -1,0 +1,1 @@
+../../src/xpress_export/bench_report.py
