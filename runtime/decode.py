@@ -128,8 +128,8 @@ class Decoder:
             tokens = np.where(refining[:, None], refined, drafts.tokens)
             before, drafts = drafts, Drafts(tokens, drafts.lengths, drafts.q)
             drafts = self._redraw(slots, drafts, self._refiner.logits, refining)
-            for b in np.flatnonzero(refining):
-                slots[b].stats.num_refine_passes += 1
+            for slot, is_refining in zip(slots, refining, strict=True):
+                slot.stats.num_refine_passes += int(is_refining)
             if np.array_equal(drafts.tokens, before.tokens):
                 break
         return drafts

@@ -110,6 +110,10 @@ def _is_integer(value: Any) -> bool:
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
+def _is_number(value: Any) -> bool:
+    return not isinstance(value, bool) and isinstance(value, numbers.Real) and math.isfinite(value)
+
+
 def _integer(params: SamplingParams, name: str, least: int = 0, most: int | None = None) -> None:
     value = getattr(params, name)
     if value is None:
@@ -123,8 +127,8 @@ def _integer(params: SamplingParams, name: str, least: int = 0, most: int | None
 
 
 def _real(params: SamplingParams, name: str, least: float, most: float, *, open_below: bool = False) -> None:
-    value = getattr(params, name)
-    if not isinstance(value, numbers.Real) or isinstance(value, bool) or not math.isfinite(value):
+    value: Any = getattr(params, name)
+    if not _is_number(value):
         raise RequestError(f"{name} must be a number, got {value!r}", name)
     if not (least < value if open_below else least <= value) or value > most:
         bounds = f"above {least} and at most {most}" if open_below else f"between {least} and {most}"
@@ -156,8 +160,7 @@ def _biases(biases: Any) -> dict[int, float]:
     for token, bias in biases.items():
         if not _is_integer(token) or token < 0:
             raise RequestError(f"logit_bias has the key {token!r}, which is no token id", "logit_bias")
-        is_number = isinstance(bias, numbers.Real) and not isinstance(bias, bool)
-        if not is_number or not -100 <= bias <= 100:
+        if not _is_number(bias) or not -100 <= bias <= 100:
             raise RequestError(
                 f"logit_bias of token {token} must be a number between -100 and 100, got {bias!r}", "logit_bias"
             )

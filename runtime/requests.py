@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import threading
 import time
 import weakref
@@ -127,7 +129,7 @@ class Generation:
             if self.finish_reason is not None:
                 raise StopAsyncIteration
             news = loop.create_future()
-            self._listen(lambda news=news: loop.call_soon_threadsafe(_settle, news))
+            self._listen(functools.partial(_wake, loop, news))
             try:
                 await news
             except asyncio.CancelledError:
@@ -200,6 +202,12 @@ class Generation:
                 self._request.listeners.append(listener)
                 return
         listener()
+
+
+def _wake(loop: asyncio.AbstractEventLoop, future: asyncio.Future[None]) -> None:
+    """Settle a future of `loop` from any thread; the loop may be gone."""
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(_settle, future)
 
 
 def _settle(future: asyncio.Future[None]) -> None:

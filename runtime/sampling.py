@@ -44,7 +44,7 @@ class Uniforms:
     """Random numbers in [0, 1) by position, a Philox counter keyed by (seed, stream); any order, always the same."""
 
     def __init__(self, seed: int, stream: int) -> None:
-        self._generator = np.random.Generator(np.random.Philox(key=[seed, stream]))
+        self._generator = np.random.Generator(np.random.Philox(key=np.array([seed, stream], np.uint64)))
         self._drawn = np.zeros(0)
 
     def __getitem__(self, position: int) -> float:
@@ -195,6 +195,7 @@ def log_probabilities(row: Floats, token: int, num_top: int) -> TokenLogprobs:
     logits = row.astype(np.float32)
     highest = logits.max()
     total = highest + np.log(np.exp(logits - highest).sum(dtype=np.float64))
+    num_top = min(num_top, logits.size)
     top = np.argpartition(logits, -num_top)[-num_top:] if num_top else np.zeros(0, np.int64)
     top = top[np.lexsort((top, -logits[top]))]
     return TokenLogprobs(token, float(logits[token] - total), tuple((int(i), float(logits[i] - total)) for i in top))

@@ -21,7 +21,7 @@ from dataclasses import replace
 from xpress_export.errors import EngineError, QueueFullError, XpressExportError
 from xpress_export.runtime.decode import Decoder, Slot
 from xpress_export.runtime.requests import Chunk, Request, closed, failed
-from xpress_export.runtime.sampling import Sampler
+from xpress_export.runtime.sampling import Sampler, TokenLogprobs
 from xpress_export.runtime.speculation import Speculation
 from xpress_export.runtime.stats import RuntimeStats
 
@@ -266,7 +266,7 @@ class Scheduler:
         else:
             self._leave(request, slot, chunk=chunk, finish_reason=finish_reason)
 
-    def _logprobs(self, slot: Slot, num_new: int, num_kept: int) -> tuple:
+    def _logprobs(self, slot: Slot, num_new: int, num_kept: int) -> tuple[TokenLogprobs, ...]:
         if slot.sampler is None or not slot.sampler.logprobs:
             return ()
         new = slot.sampler.logprobs[-num_new:]

@@ -14,6 +14,7 @@ overwrites them, and nothing is ever rolled back.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -94,13 +95,25 @@ class Buffers:
             flat = self._flat[name] = np.zeros(size, dtype)
         return flat[:size].reshape(shape)
 
+    def output(self, call: Call, name: str, shape: tuple[int, ...], dtype: type) -> Array:
+        """Memory bound as an output of the next run."""
+        array = self.get(name, shape, dtype)
+        call.bind_output(name, array)
+        return array
+
+    def input(self, call: Call, name: str, values: Array) -> None:
+        """A copy of int64 values, bound as an input of the next run."""
+        array = self.get(name, values.shape, np.int64)
+        array[:] = values
+        call.bind_input(name, array)
+
 
 class Target:
     """The target: `run` appends rows to the caches of a range of slots and predicts the token after each."""
 
     def __init__(self, graph: Graph, num_slots: int, dtype: type, max_capacity: int) -> None:
         self._graph, self._dtype = graph, dtype
-        self._calls: dict[int, Call] = {}
+        self._calls: defaultdict[int, Call] = defaultdict(graph.call)
         self._buffers = Buffers()
         self.cache = KVCache(graph, num_slots, dtype, max_capacity)
         self.write_index = np.zeros(num_slots, np.int64)
@@ -118,24 +131,17 @@ class Target:
         last = first + batch
         rows = int(self.write_index.max())
         self.cache.reserve(rows + length, rows)
-        call = self._calls.setdefault(first, self._graph.call())
+        call = self._calls[first]
         self.cache.bind(call, first, last)
-        ids = self._buffers.get(names.INPUT_IDS, input_ids.shape, np.int64)
-        ids[:] = input_ids
-        call.bind_input(names.INPUT_IDS, ids)
+        self._buffers.input(call, names.INPUT_IDS, input_ids)
         call.bind_input(names.WRITE_INDEX, self.write_index[first:last])
-        self.next_token = self._output(call, names.NEXT_TOKEN, (batch, length), np.int64)
+        self.next_token = self._buffers.output(call, names.NEXT_TOKEN, (batch, length), np.int64)
         if self._width:
             shape = (batch, length, self._width)
-            self.target_hidden = self._output(call, names.TARGET_HIDDEN, shape, self._dtype)
+            self.target_hidden = self._buffers.output(call, names.TARGET_HIDDEN, shape, self._dtype)
         shape = (batch, length, self._graph.size(names.LOGITS, 2))
-        self.logits = self._output(call, names.LOGITS, shape, self._dtype)
+        self.logits = self._buffers.output(call, names.LOGITS, shape, self._dtype)
         call.run()
-
-    def _output(self, call: Call, name: str, shape: tuple[int, ...], dtype: type) -> Array:
-        array = self._buffers.get(name, shape, dtype)
-        call.bind_output(name, array)
-        return array
 
 
 class Drafter:
@@ -145,7 +151,7 @@ class Drafter:
         self, graph: Graph, num_slots: int, dtype: type, max_capacity: int, block: Block, max_waiting: int
     ) -> None:
         self._graph, self._dtype, self._block = graph, dtype, block
-        self._calls: dict[int, Call] = {}
+        self._calls: defaultdict[int, Call] = defaultdict(graph.call)
         self._buffers = Buffers()
         self.cache = KVCache(graph, num_slots, dtype, max_capacity)
         self.write_index = np.zeros(num_slots, np.int64)
@@ -184,7 +190,7 @@ class Drafter:
         length = max(1, int(waiting.max()))
         rows = int(self.write_index.max())
         self.cache.reserve(rows + length, rows)
-        call = self._calls.setdefault(first, self._graph.call())
+        call = self._calls[first]
         self.cache.bind(call, first, last)
         hidden = self._buffers.get(names.TARGET_HIDDEN, (batch, length, self._waiting.shape[2]), self._dtype)
         hidden[:] = self._waiting[first:last, :length]
@@ -195,12 +201,12 @@ class Drafter:
         call.bind_input(names.NUM_COMMITTED, waiting)
         call.bind_input(names.WRITE_INDEX, self.write_index[first:last])
         drafts = (batch, num_block - self._block.first_slot)
-        tokens = self._output(call, names.DRAFT_TOKENS, drafts, np.int64)
+        tokens = self._buffers.output(call, names.DRAFT_TOKENS, drafts, np.int64)
         if self._for_refiner:
             shape = (batch, num_block, self._graph.size(names.DRAFT_HIDDEN, 2))
-            self.draft_hidden = self._output(call, names.DRAFT_HIDDEN, shape, self._dtype)
+            self.draft_hidden = self._buffers.output(call, names.DRAFT_HIDDEN, shape, self._dtype)
         shape = (*drafts, self._graph.size(names.DRAFT_LOGITS, 2))
-        self.draft_logits = self._output(call, names.DRAFT_LOGITS, shape, self._dtype)
+        self.draft_logits = self._buffers.output(call, names.DRAFT_LOGITS, shape, self._dtype)
         call.run()
         self.write_index[first:last] += waiting
         waiting[:] = 0
@@ -212,8 +218,6 @@ class Drafter:
         self.write_index[to] = self.write_index[source]
         self.num_waiting[to] = self.num_waiting[source]
         self._waiting[to, : self.num_waiting[to]] = self._waiting[source, : self.num_waiting[to]]
-
-    _output = Target._output
 
 
 class Refiner:
@@ -230,18 +234,14 @@ class Refiner:
         """tokens: int64 [B, n]; anchors, previous: int64 [B]. Returns refined tokens; fills logits [B, n, Vd]."""
         call, drafter = self._call, self._drafter
         for name, values in ((names.DRAFT_TOKENS, tokens), (names.ANCHOR, anchors), (names.PREVIOUS, previous)):
-            given = self._buffers.get(name, values.shape, np.int64)
-            given[:] = values
-            call.bind_input(name, given)
+            self._buffers.input(call, name, values)
         call.bind_input(names.DRAFT_LOGITS, drafter.draft_logits)
         if self._reads_hidden:
             call.bind_input(names.DRAFT_HIDDEN, drafter.draft_hidden)
-        refined = self._output(call, names.REFINED_TOKENS, tokens.shape, np.int64)
-        self.logits = self._output(call, names.REFINED_LOGITS, drafter.draft_logits.shape, self._dtype)
+        refined = self._buffers.output(call, names.REFINED_TOKENS, tokens.shape, np.int64)
+        self.logits = self._buffers.output(call, names.REFINED_LOGITS, drafter.draft_logits.shape, self._dtype)
         call.run()
         return refined.copy()
-
-    _output = Target._output
 
 
 class Block:

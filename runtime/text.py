@@ -145,12 +145,12 @@ def _compile_template(source: str) -> jinja2.Template:
 
 def _check_text(value: object, field: str) -> str:
     if not isinstance(value, str):
-        raise RequestError(f"{field} must be a string, got {type(value).__name__}")
+        raise RequestError(f"{field} must be a string, got {type(value).__name__}", field)
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as err:
         raise RequestError(
-            f"{field} holds a lone surrogate at character {err.start}, which is not valid Unicode text"
+            f"{field} holds a lone surrogate at character {err.start}, which is not valid Unicode text", field
         ) from err
     return str.__str__(value)  # of a subclass: the plain text
 
@@ -166,18 +166,18 @@ def _check_plain(value: object, field: str) -> Any:
         return [_check_plain(item, f"{field}[{i}]") for i, item in enumerate(value)]
     if isinstance(value, str):
         return _check_text(value, field)
-    raise RequestError(f"{field} must be made of JSON values, got {type(value).__name__}")
+    raise RequestError(f"{field} must be made of JSON values, got {type(value).__name__}", field)
 
 
 def _check_message(message: object, field: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
-        raise RequestError(f"{field} must be an object with 'role' and 'content', got {type(message).__name__}")
+        raise RequestError(f"{field} must be an object with 'role' and 'content', got {type(message).__name__}", field)
     for key in ("role", "content"):
         if key not in message:
-            raise RequestError(f"{field}.{key} is missing; a message is {{'role': ..., 'content': ...}}")
+            raise RequestError(f"{field}.{key} is missing; a message is {{'role': ..., 'content': ...}}", field)
         _check_text(message[key], f"{field}.{key}")
     if message["role"] not in ROLES:
-        raise RequestError(f"{field}.role is {message['role']!r}; expected one of {', '.join(ROLES)}")
+        raise RequestError(f"{field}.role is {message['role']!r}; expected one of {', '.join(ROLES)}", f"{field}.role")
     plain: dict[str, Any] = _check_plain(message, field)
     return plain
 
@@ -185,22 +185,22 @@ def _check_message(message: object, field: str) -> dict[str, Any]:
 def check_messages(messages: object) -> list[dict[str, Any]]:
     """Return a conversation as plain dicts; a RequestError names the field that is wrong."""
     if not isinstance(messages, list | tuple):
-        raise RequestError(f"messages must be a list, got {type(messages).__name__}")
+        raise RequestError(f"messages must be a list, got {type(messages).__name__}", "messages")
     if not messages:
-        raise RequestError("messages is empty; send at least one {'role': 'user', 'content': ...}")
+        raise RequestError("messages is empty; send at least one {'role': 'user', 'content': ...}", "messages")
     return [_check_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
 def check_stop_strings(stop_strings: object) -> tuple[str, ...]:
     """Return the stop strings as a tuple; a RequestError names the one that is wrong."""
     if not isinstance(stop_strings, list | tuple):
-        raise RequestError(f"stop must be a list of strings, got {type(stop_strings).__name__}")
+        raise RequestError(f"stop must be a list of strings, got {type(stop_strings).__name__}", "stop")
     if len(stop_strings) > MAX_STOP_STRINGS:
-        raise RequestError(f"stop holds {len(stop_strings)} strings; at most {MAX_STOP_STRINGS} are allowed")
+        raise RequestError(f"stop holds {len(stop_strings)} strings; at most {MAX_STOP_STRINGS} are allowed", "stop")
     for i, stop in enumerate(stop_strings):
         size = len(_check_text(stop, f"stop[{i}]"))
         if not 1 <= size <= MAX_STOP_CHARS:
-            raise RequestError(f"stop[{i}] has {size} characters; it must have 1 to {MAX_STOP_CHARS}")
+            raise RequestError(f"stop[{i}] has {size} characters; it must have 1 to {MAX_STOP_CHARS}", f"stop[{i}]")
     return tuple(stop_strings)
 
 
