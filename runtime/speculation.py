@@ -14,6 +14,7 @@ on any of this.
 
 from __future__ import annotations
 
+import copy
 from bisect import bisect
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
@@ -24,7 +25,7 @@ import numpy as np
 
 from xpress_export.runtime.decode import Slot, Times
 
-_MEMORY = 0.1  # weight of the newest outcome in an acceptance rate
+_MEMORY = 0.03  # weight of the newest outcome in an acceptance rate, once there are as many as its inverse
 _FIRST_TRIES = 2  # of every choice, before costs are compared
 _PROBE_EVERY = 24  # cycles between two tries of a choice that looks as good as the best
 _OPTIMISM = 0.5  # acceptance of a draft position nobody has measured
@@ -66,17 +67,19 @@ class Rates:
 
     num_drafts: int
     by_passes: dict[int, list[float]] = field(default_factory=dict)
+    num_seen: dict[int, list[int]] = field(default_factory=dict)
 
     def of(self, passes: int) -> list[float]:
         return self.by_passes.setdefault(passes, [_OPTIMISM] * self.num_drafts)
 
     def learn(self, passes: int, num_drafted: int, num_accepted: int) -> None:
-        rates = self.of(passes)
+        rates, seen = self.of(passes), self.num_seen.setdefault(passes, [2] * self.num_drafts)
         for j in range(min(num_accepted + 1, num_drafted)):
-            rates[j] += _MEMORY * ((j < num_accepted) - rates[j])
+            seen[j] += 1
+            rates[j] += max(_MEMORY, 1 / seen[j]) * ((j < num_accepted) - rates[j])
 
     def copy(self) -> Rates:
-        return Rates(self.num_drafts, {passes: list(rates) for passes, rates in self.by_passes.items()})
+        return copy.deepcopy(self)
 
 
 class Speculation:
