@@ -24,6 +24,7 @@ import numpy as np
 from xpress_export import names
 from xpress_export.errors import BundleError, RequestError
 from xpress_export.manifest import Manifest, open_bundle
+from xpress_export.precision import Precision, choose_precisions
 from xpress_export.runtime.backend import Graph
 from xpress_export.runtime.decode import Decoder
 from xpress_export.runtime.params import SamplingParams
@@ -87,6 +88,7 @@ class Runtime:
         cls,
         folder: str | Path,
         *,
+        precision: Precision = None,
         num_slots: int = NUM_SLOTS,
         num_threads: int | None = None,
         prefill_chunk: int = PREFILL_CHUNK,
@@ -96,6 +98,8 @@ class Runtime:
     ) -> Self:
         """Check every file of the bundle against its manifest, then load it.
 
+        precision: one, or one for each of some models ({"target": "int8"}); None: what the bundle was built to run
+        in. A model without a variant in a single precision runs in the bundle's own.
         num_threads: of the CPU backend, None: one per core. on_verify: called with the number of bytes checked
         since the last call. The others are the class's.
         Raises BundleError if anything differs from the manifest, naming it.
@@ -107,7 +111,8 @@ class Runtime:
         folder = Path(folder)
         manifest = open_bundle(folder, on_verify)
         codec = TextCodec.open(folder / manifest.text.folder)
-        graphs = {role: Graph(folder / record.file, role, num_threads) for role, record in manifest.graphs.items()}
+        files = {role: manifest.graph(role, chosen) for role, chosen in choose_precisions(manifest, precision).items()}
+        graphs = {role: Graph(folder / record.file, role, num_threads) for role, record in files.items() if record}
         return cls(
             manifest,
             codec,

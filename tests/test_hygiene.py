@@ -29,7 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "exporter": set(),
     "runtime": set(),
     "engines": set(),
-    "calibration": set(),
+    "calibration": {"runtime"},
     "training": {"exporter"},
 }
 """The stages that a stage may import; the core is open to all."""
