@@ -1,35 +1,49 @@
 """Quantized graphs on ONNX Runtime's fast CPU kernels: what changes between the file and the session, in memory.
 
-    graph holds             is loaded with                                        and runs
-    int8 activations        the zero point of all of them as uint8 128            MatMulIntegerToFloat (VNNI, AMX)
-    fp8 activations         weights dequantized once, at load                     MatMul in float, for checking only
-    weights alone           nothing                                               MatMulNBits
+    graph holds        on                   is loaded with                                    and runs
+    int8 activations   x86-64 with VNNI     the zero point of all of them as uint8 128        MatMulIntegerToFloat
+                       older x86-64         weights dequantized once, at load                 MatMul in float
+                       Arm                  nothing                                           MatMulIntegerToFloat
+    fp8 activations    any                  weights dequantized once, at load                 MatMul in float
+    weights alone      any                  nothing                                           MatMulNBits
 
 A signed code s with zero point 0 and an unsigned code s + 128 with zero point 128 are the same number, so the lowering
-changes no result, but CPUs multiply unsigned by signed bytes: signed activations are ten times slower than float32.
-The bundle's file is a standard graph and stays as it is.
+changes no result; but x86 multiplies unsigned by signed bytes, and signed activations are ten times slower than
+float32. Before VNNI such products saturate, so they are done in float instead. The bundle's file is a standard graph
+and stays as it is.
 """
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
 
 from xpress_export import names
 
 _INT8, _UINT8, _FP8 = 3, 2, 17
 """TensorProto.DataType of zero points."""
+_IN_FLOAT = {"session.disable_quant_qdq": "1"}
 
 
 def lower(model: bytes) -> tuple[bytes, Mapping[str, str]]:
     """A serialized graph as ONNX Runtime should load it, and the session's configuration entries."""
-    if _zero_point(_FP8, 0) in model:
-        return model, {"session.disable_quant_qdq": "1"}
-    signed = _zero_point(_INT8, 0)
-    if signed not in model:
+    signed, is_x86 = _zero_point(_INT8, 0), platform.machine().lower() in {"x86_64", "amd64"}
+    if _zero_point(_FP8, 0) in model or (signed in model and is_x86 and not _has_vnni()):
+        return model, _IN_FLOAT
+    if signed not in model or not is_x86:
         return model, {}
     assert model.count(signed) == 1, "one zero point for all activations"
-    # Where the CPU would saturate sums of bytes (before VNNI), take the kernels that do not.
-    return model.replace(signed, _zero_point(_UINT8, 128)), {"session.x64quantprecision": "1"}
+    return model.replace(signed, _zero_point(_UINT8, 128)), {}
+
+
+@cache
+def _has_vnni() -> bool:
+    try:
+        return "_vnni" in Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
 
 
 def _zero_point(data_type: int, value: int) -> bytes:
