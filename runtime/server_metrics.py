@@ -82,8 +82,8 @@ class _RuntimeCollector:
             ("xpress_requests_running", "Requests that hold a slot.", stats.num_running),
             ("xpress_requests_waiting", "Requests in the queue.", stats.num_waiting),
             ("xpress_slots", "Slots.", stats.num_slots),
-            ("xpress_kv_rows_used", "Cache rows that running requests have reserved.", stats.kv_rows_used),
-            ("xpress_kv_rows_capacity", "Cache rows that there may be.", stats.kv_capacity),
+            ("xpress_kv_rows_used", "Committed rows of running requests.", stats.kv_rows_used),
+            ("xpress_kv_rows_capacity", "Rows of each slot's cache as it is now.", stats.kv_capacity),
             ("xpress_kv_bytes", "Memory of the caches.", stats.kv_bytes),
         )
         for name, text, value in gauges:

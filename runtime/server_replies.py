@@ -21,6 +21,14 @@ if TYPE_CHECKING:
 
 Json = dict[str, Any]
 LEAST_LOGPROB = -9999.0
+_REPORTED = (
+    *("mode", "seed", "speculation_off", "num_draft_tokens", "num_accepted", "num_verify_steps", "num_plain_steps"),
+    "num_refine_passes",
+)
+_ROUNDED = (
+    *("tau", "queue_ms", "ttft_ms", "prefill_ms", "stall_ms", "decode_ms", "draft_ms", "refine_ms", "verify_ms"),
+    "host_ms",
+)
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": waiting\n\n"
 """A comment, which every SSE client skips; it keeps proxies from closing a quiet connection."""
@@ -42,30 +50,14 @@ def error_body(message: str, kind: str, param: str | None = None, code: str | No
 
 def usage(stats: Stats) -> Json:
     """Token counts, and under `xpress` what drafting did; times in milliseconds."""
-    steps = stats.num_verify_steps
     return {
         "prompt_tokens": stats.num_prompt_tokens,
         "completion_tokens": stats.num_generated_tokens,
         "total_tokens": stats.num_prompt_tokens + stats.num_generated_tokens,
         "xpress": {
-            "mode": stats.mode,
-            "seed": stats.seed,
-            "speculation_off": stats.speculation_off,
-            "tau": round(stats.tau, 4),
-            "draft_tokens": stats.num_draft_tokens,
-            "accepted_tokens": stats.num_accepted,
-            "verify_steps": steps,
-            "plain_steps": stats.num_plain_steps,
-            "refine_passes": stats.num_refine_passes,
-            "queue_ms": round(stats.queue_ms, 3),
-            "ttft_ms": round(stats.ttft_ms, 3),
-            "prefill_ms": round(stats.prefill_ms, 3),
-            "stall_ms": round(stats.stall_ms, 3),
-            "decode_ms": round(stats.decode_ms, 3),
-            "draft_ms": round(stats.draft_ms, 3),
-            "refine_ms": round(stats.refine_ms, 3),
-            "verify_ms": round(stats.verify_ms, 3),
-            "cycle_ms": round(stats.decode_ms / steps, 3) if steps else 0.0,
+            **{name: getattr(stats, name) for name in _REPORTED},
+            **{name: round(getattr(stats, name), 3) for name in _ROUNDED},
+            "cycle_ms": round(stats.decode_ms / stats.num_verify_steps, 3) if stats.num_verify_steps else 0.0,
         },
     }
 

@@ -17,6 +17,7 @@ from xpress_export.runtime.server import make_app
 from xpress_export.runtime.server_service import Service
 
 logger = logging.getLogger(__name__)
+_KEEP_ALIVE_S = 30  # longer than clients keep an idle connection, so that it is they who close it
 _GRACE_S = 5
 """Beyond the drain, for the last bytes of cancelled answers."""
 
@@ -56,6 +57,7 @@ class Server(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 server_header=False,
+                timeout_keep_alive=_KEEP_ALIVE_S,
                 timeout_graceful_shutdown=int(drain_seconds) + _GRACE_S,
             )
         )

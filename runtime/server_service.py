@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import hashlib
 import hmac
 import logging
 import math
 import time
-from dataclasses import dataclass
-from typing import Any
 
 from starlette.requests import Request
 
@@ -22,15 +22,17 @@ from xpress_export.runtime.server_requests import Asked
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ServiceOptions:
     """model_name: what clients call the model. api_keys: any of them opens /v1; none: open to all.
 
+    default_max_tokens: of chats that name no limit; None: the rest of the context, which admission then reserves.
     max_body_bytes, body_timeout_s: limits of reading a request's body.
     """
 
     model_name: str
     api_keys: tuple[str, ...] = ()
+    default_max_tokens: int | None = None
     max_body_bytes: int = 4 << 20
     body_timeout_s: float = 30.0
 
@@ -58,7 +60,7 @@ class Service:
         self.fingerprint = f"fp_{runtime.manifest.digest[:12]}"
         self.draining = False
         self._running: set[Generation] = set()
-        self._keys = [key.encode() for key in options.api_keys]
+        self._keys = [_digest(key.encode()) for key in options.api_keys]
         self._mean_s = 1.0  # how long an answer takes, smoothed
 
     @property
@@ -86,7 +88,7 @@ class Service:
         if not self._keys:
             return
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
-        given = token.strip().encode("latin-1")  # as it came: headers are bytes
+        given = _digest(token.strip().encode("latin-1"))  # as it came: headers are bytes
         matches = [hmac.compare_digest(given, key) for key in self._keys]
         if scheme.lower() != "bearer" or not any(matches):
             what = "wrong API key" if token else "no API key: send the header `Authorization: Bearer KEY`"
@@ -112,7 +114,13 @@ class Service:
             self._running.discard(generation)
         if outcome in ("stop", "length"):
             self._mean_s += 0.1 * (took - self._mean_s)
-        self.metrics.ended(route, outcome, took, generation.stats if generation is not None else None)
+        stats = generation.stats if generation is not None else None
+        self.metrics.ended(route, outcome, took, stats)
+        if stats is not None:
+            logger.info(
+                "%s %s in %.2f s: %d prompt and %d new tokens, tau %.2f",
+                *(route, outcome, took, stats.num_prompt_tokens, stats.num_generated_tokens, stats.tau),
+            )
 
     def retry_after_s(self) -> int:
         """When a place in the queue should be free: whole seconds, 1 to 60."""
@@ -120,12 +128,22 @@ class Service:
         return min(60, max(1, math.ceil(self._mean_s / max(1, stats.num_slots))))
 
     def _submit(self, asked: Asked) -> Generation:
-        prompt: Any = asked.prompt
-        if isinstance(prompt, str):  # a completion continues the text as it is
-            prompt = self.runtime.codec.encode(prompt)
+        runtime, prompt, params = self.runtime, asked.prompt, asked.params
+        if isinstance(prompt, str):
+            prompt = runtime.codec.encode(prompt)  # a completion continues the text as it is
             if not prompt:
                 raise RequestError("prompt is empty", "prompt")
-        return self.runtime.submit(prompt, asked.params, **asked.template_args)
+        ids = runtime.encode(prompt, **asked.template_args)
+        room = runtime.manifest.max_context - len(ids)
+        if params.max_new_tokens is None and self.options.default_max_tokens is not None and room > 0:
+            most = min(self.options.default_max_tokens, room)
+            params = dataclasses.replace(params, max_new_tokens=most)
+        return runtime.submit(ids, params)
+
+
+def _digest(key: bytes) -> bytes:
+    """Of equal length for all keys, so that comparing tells nothing of it either."""
+    return hashlib.sha256(key).digest()
 
 
 def unavailable() -> HttpError:

@@ -39,6 +39,8 @@ COMMANDS = [
     "inspect",
     "doctor",
     "eval",
+    "bench",
+    "serve",
     "train",
     "compile",
     "platforms",
@@ -328,6 +330,30 @@ def test_options_reach_the_decoder(tiny_bundle: Path, call: Callable[..., Done])
     stop = plain["text"][2:4]
     stopped = stats("--stop", stop)
     assert (stopped["text"], stopped["finish_reason"]) == (plain["text"][: plain["text"].index(stop)], "stop")
+
+
+def test_sampling_options_reach_the_sampler(tiny_bundle: Path, call: Callable[..., Done]) -> None:
+    def generate(*options: str) -> Done:
+        return call("generate", tiny_bundle, "--prompt", "x", "--max-new-tokens", "20", "--ignore-eos", *options)
+
+    def ids(*options: str) -> list[int]:
+        return json.loads(generate("--json", *options).out)["token_ids"]  # type: ignore[no-any-return]
+
+    greedy, warm = ids(), ("--temperature", "1.5", "--seed", "5", "--top-k", "50", "--top-p", "0.9", "--min-p", "0.01")
+    assert ids(*warm, "--mode", "target") == ids(*warm, "--mode", "xpress") == ids(*warm) != greedy
+    assert ids(*warm[:2], "--seed", "6") != ids(*warm[:2], "--seed", "7")
+    assert ids("--logit-bias", f"{greedy[0]}=-50")[0] != greedy[0]
+    assert ids("--stop-token-id", str(greedy[4])) == greedy[: greedy.index(greedy[4]) + 1]
+    penalised = [ids(f"--{name}-penalty", "1.9") for name in ("repetition", "presence", "frequency")]
+    assert all(answer != greedy for answer in penalised)
+    answer = json.loads(generate("--json", "--logprobs", "2").out)
+    assert [entry["token_id"] for entry in answer["logprobs"]] == greedy
+    assert all(len(entry["top"]) == 2 and entry["top"][0][0] == entry["token_id"] for entry in answer["logprobs"])
+    assert "seed 5, executed on CPU" in generate(*warm).err
+    refused(generate("--temperature", "-1"), "temperature must be between 0 and 100, got -1.0")
+    refused(generate("--top-p", "0"), "top_p must be above 0")
+    assert "'five' is not ID=VALUE, such as 42=-5" in generate("--logit-bias", "five").err
+    assert "--logprobs needs --json" in generate("--logprobs", "2").err
 
 
 def test_a_locale_without_unicode(tiny_bundle: Path) -> None:

@@ -20,7 +20,15 @@ KEY_VARIABLE = "XPRESS_EXPORT_API_KEY"
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, metavar="P", help="0: any free one.")
 @click.option("--slots", type=click.IntRange(min=1), default=8, metavar="N", help="Requests that run at a time.")
 @click.option("--max-queue", type=click.IntRange(min=0), default=64, metavar="N", help="Requests that may wait.")
-@click.option("--kv-budget-mb", type=click.IntRange(min=1), metavar="N", help="Memory for caches.  [default: no limit]")
+@click.option(
+    "--default-max-tokens",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="New tokens of a chat that sets no limit.  [default: the rest of the context]",
+)
+@click.option(
+    "--kv-budget-mb", type=click.IntRange(min=1), metavar="N", help="Memory for caches.  [default: half of all]"
+)
 @click.option("--threads", type=click.IntRange(min=1), metavar="N", help="CPU threads.  [default: one per core]")
 @click.option(
     "--api-key",
@@ -54,6 +62,7 @@ def _serve(
     port: int,
     slots: int,
     max_queue: int,
+    default_max_tokens: int | None,
     kv_budget_mb: int | None,
     threads: int | None,
     api_keys: tuple[str, ...],
@@ -71,6 +80,7 @@ def _serve(
     options = ServiceOptions(
         model_name=served_model_name or bundle.resolve().name,
         api_keys=api_keys,
+        default_max_tokens=default_max_tokens,
         max_body_bytes=max_body_kb << 10,
     )
     with listen(host, port) as bound:

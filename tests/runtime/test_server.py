@@ -45,7 +45,10 @@ class StubRuntime:
         self.requests: list[Request] = []
         self.refuse: Exception | None = None
 
-    def submit(self, prompt: Any, params: Any, **template_args: Any) -> Generation:
+    def encode(self, prompt: Any, **template_args: Any) -> list[int]:
+        return prompt if isinstance(prompt[0], int) else self.codec.encode_chat(prompt, **template_args)
+
+    def submit(self, prompt: list[int], params: Any) -> Generation:
         if self.refuse is not None:
             raise self.refuse
         stats = Stats(num_prompt_tokens=3, mode="target", queue_ms=1.0, ttft_ms=2.0)
@@ -173,7 +176,7 @@ def test_a_whole_answer(server: Running) -> None:
     assert [entry["logprob"] for entry in choice["logprobs"]["content"][0]["top_logprobs"]] == [-0.5, -9999.0]
     assert body["usage"]["total_tokens"] == 3 + 2
     extra = body["usage"]["xpress"]
-    assert (extra["tau"], extra["draft_tokens"], extra["accepted_tokens"], extra["mode"]) == (3.0, 3, 2, "target")
+    assert (extra["tau"], extra["num_draft_tokens"], extra["num_accepted"], extra["mode"]) == (3.0, 3, 2, "target")
 
 
 def test_a_stream_arrives_as_it_is_made(server: Running) -> None:
@@ -298,6 +301,22 @@ def test_an_engine_that_fails_half_way_is_said(server: Running, stream: bool) ->
     assert server.outcome("error") == 1
 
 
+def test_a_limit_for_chats_that_set_none(start: Callable[..., Running]) -> None:
+    server = start(default_max_tokens=30)
+    for fields, expected in (({}, 30), ({"max_tokens": 40}, 40)):
+        thread, _ = server.later(**fields)
+        request = server.runtime.next_request()
+        assert request.params.max_new_tokens == expected
+        say(request, "x")
+        thread.join()
+    server.runtime.manifest.max_context = len(request.prompt) + 7
+    thread, _ = server.later()
+    request = server.runtime.next_request()
+    assert request.params.max_new_tokens == 7
+    say(request, "x")
+    thread.join()
+
+
 def test_the_field_is_named_over_http(server: Running) -> None:
     answer = server.post(body={**CHAT, "temperature": -1})
     assert answer.status_code == 400
@@ -369,7 +388,7 @@ def test_draining_finishes_what_runs_and_refuses_the_rest(server: Running) -> No
     say(request, "done")
     thread.join()
     assert answers[0].json()["choices"][0]["message"]["content"] == "done"
-    with pytest.raises(httpx.ConnectError):
+    with pytest.raises(httpx.TransportError):
         wait_for(lambda: httpx.get(f"http://127.0.0.1:{server.port}/health") is None)
 
 
