@@ -7,6 +7,8 @@ live in the caller's numpy arrays; binding a cache array as `past_*` and `presen
 
 from __future__ import annotations
 
+import contextlib
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,12 +21,15 @@ from xpress_export.runtime.kernels import lower
 
 Array = NDArray[Any]
 
-_WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"
+WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"
 DTYPES: Mapping[str, type] = {"float32": np.float32, "float16": np.float16, "int64": np.int64}
 
 
 class Graph:
-    """One ONNX graph, ready to run. role: names it in errors."""
+    """One ONNX graph, ready to run. role: names it in errors.
+
+    num_threads: None shares ONNX Runtime's global pool, one thread per core, with all graphs of the process.
+    """
 
     def __init__(self, path: Path, role: str, num_threads: int | None = None) -> None:
         try:
@@ -33,11 +38,10 @@ class Graph:
             raise MissingDependencyError("onnxruntime", "run a bundle on this machine", "cpu") from err
         options = ort.SessionOptions()
         options.log_severity_level = 3
-        if num_threads is not None:
-            options.intra_op_num_threads = num_threads
+        set_threads(ort, options, num_threads)
         try:
             model, config = lower(Path(path).read_bytes())
-            for key, value in {**config, _WEIGHTS_FOLDER: str(Path(path).parent)}.items():
+            for key, value in {**config, WEIGHTS_FOLDER: str(Path(path).parent)}.items():
                 options.add_session_config_entry(key, value)
             self.session = ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
         except Exception as err:  # onnxruntime raises plain classes of its own, without a common base
@@ -69,6 +73,7 @@ class Call:
         self.graph = graph
         self._io = graph.session.io_binding()
         self._bound: dict[tuple[str, str], tuple[int, tuple[int, ...]]] = {}
+        self._arrays: dict[tuple[str, str], weakref.ref[Array]] = {}
 
     def bind_input(self, name: str, array: Array) -> None:
         """Bind a contiguous array; the caller keeps it alive and may change its contents between runs."""
@@ -81,7 +86,10 @@ class Call:
             self._io.bind_output(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
 
     def _is_new(self, side: str, name: str, array: Array) -> bool:
+        if (last := self._arrays.get((side, name))) is not None and last() is array:
+            return False
         assert array.flags.c_contiguous, f"{name} is not contiguous"
+        self._arrays[side, name] = weakref.ref(array)
         what = (array.__array_interface__["data"][0], array.shape)
         if self._bound.get((side, name)) == what:
             return False
@@ -94,6 +102,21 @@ class Call:
             self.graph.session.run_with_iobinding(self._io)
         except Exception as err:  # as above: no common base class
             raise EngineError(f"the {self.graph.role} graph failed: {_first_line(err)}") from err
+
+
+def set_threads(ort: Any, options: Any, num_threads: int | None) -> None:
+    """Threads of a session that do not fight those of the other graphs of a trio.
+
+    A pool spins for a while after each call, waiting for the next; pools of three sessions that take turns would
+    steal each other's cores (a verify step after a draft took 2.7 times as long). So: one pool for all, or no spin.
+    """
+    if num_threads is None:
+        options.use_per_session_threads = False
+        with contextlib.suppress(Exception):  # made already, by an earlier graph or another user of the process
+            ort.set_global_thread_pool_sizes(0, 1)
+    else:
+        options.intra_op_num_threads = num_threads
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
 
 
 def _first_line(error: Exception) -> str:

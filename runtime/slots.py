@@ -14,6 +14,7 @@ overwrites them, and nothing is ever rolled back.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
@@ -87,13 +88,17 @@ class Buffers:
 
     def __init__(self) -> None:
         self._flat: dict[str, Array] = {}
+        self._views: dict[tuple[str, tuple[int, ...]], Array] = {}
 
     def get(self, name: str, shape: tuple[int, ...], dtype: type) -> Array:
-        size = int(np.prod(shape))
-        flat = self._flat.get(name)
-        if flat is None or flat.size < size:
-            flat = self._flat[name] = np.zeros(size, dtype)
-        return flat[:size].reshape(shape)
+        if (name, shape) not in self._views:
+            size = math.prod(shape)
+            flat = self._flat.get(name)
+            if flat is None or flat.size < size:
+                flat = self._flat[name] = np.zeros(size, dtype)
+                self._views = {key: view for key, view in self._views.items() if key[0] != name}
+            self._views[name, shape] = flat[:size].reshape(shape)
+        return self._views[name, shape]
 
     def output(self, call: Call, name: str, shape: tuple[int, ...], dtype: type) -> Array:
         """Memory bound as an output of the next run."""

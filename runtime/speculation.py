@@ -14,21 +14,23 @@ on any of this.
 
 from __future__ import annotations
 
-import copy
 from bisect import bisect
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
 
 import numpy as np
+from numpy.typing import NDArray
 
 from xpress_export.runtime.decode import Slot, Times
 
-_MEMORY = 0.03  # weight of the newest outcome in an acceptance rate, once there are as many as its inverse
+_REMEMBERED = 40  # outcomes behind an acceptance rate; older ones fade
+_PRIOR_COUNTS = 8  # outcomes that the acceptance of all requests counts as in that of one
 _FIRST_TRIES = 2  # of every choice, before costs are compared
 _PROBE_EVERY = 24  # cycles between two tries of a choice that looks as good as the best
-_OPTIMISM = 0.5  # acceptance of a draft position nobody has measured
+_DECIDE_EVERY = 4  # cycles between two comparisons of the choices
+_CURIOSITY = 0.5  # how much too high a rate is put that nobody has measured
 
 
 @dataclass(frozen=True)
@@ -61,25 +63,28 @@ class Cost:
         return ms[right - 1] + share * (ms[right] - ms[right - 1])
 
 
-@dataclass
 class Rates:
-    """Acceptance of each draft position, given that all before it were accepted, per number of refine passes."""
+    """Acceptance of each draft position, given that all before it were accepted, [n], per number of refine passes.
 
-    num_drafts: int
-    by_passes: dict[int, list[float]] = field(default_factory=dict)
-    num_seen: dict[int, list[int]] = field(default_factory=dict)
+    seen: how many outcomes stand behind each, at most as many as are remembered.
+    """
 
-    def of(self, passes: int) -> list[float]:
-        return self.by_passes.setdefault(passes, [_OPTIMISM] * self.num_drafts)
+    def __init__(self, most: Choice) -> None:
+        self.rates = np.zeros((most.refine_passes + 1, most.num_drafts))
+        self.seen = np.zeros_like(self.rates)
 
     def learn(self, passes: int, num_drafted: int, num_accepted: int) -> None:
-        rates, seen = self.of(passes), self.num_seen.setdefault(passes, [2] * self.num_drafts)
+        passes = min(passes, len(self.rates) - 1)
+        rates, seen = self.rates[passes], self.seen[passes]
         for j in range(min(num_accepted + 1, num_drafted)):
-            seen[j] += 1
-            rates[j] += max(_MEMORY, 1 / seen[j]) * ((j < num_accepted) - rates[j])
+            seen[j] = min(seen[j] + 1, _REMEMBERED)
+            rates[j] += ((j < num_accepted) - rates[j]) / seen[j]
 
-    def copy(self) -> Rates:
-        return copy.deepcopy(self)
+    def blended(self, prior: Rates) -> NDArray[np.float64]:
+        """With what others taught, which counts as a few outcomes; a little too high where little was seen."""
+        known = prior.rates + _CURIOSITY / np.sqrt(1 + prior.seen)
+        rates = (self.rates * self.seen + known * _PRIOR_COUNTS) / (self.seen + _PRIOR_COUNTS)
+        return np.minimum(rates, 1)
 
 
 class Speculation:
@@ -89,11 +94,12 @@ class Speculation:
         self._first_slot = first_slot
         self._most = most
         self._arms = [Choice(0, 0)] + [Choice(most.num_drafts, k) for k in range(most.refine_passes + 1)]
-        self._prior = Rates(most.num_drafts)
+        self._prior = Rates(most)
         self._rates: dict[Slot, Rates] = {}
         self._verify, self._draft = Cost(), Cost()
         self._refine: dict[int, Cost] = defaultdict(Cost)
-        self._cycle = 0
+        self._speed: dict[Choice, float] = {}
+        self._batch = self._cycle = 0
         self._last_tried: dict[Choice, int] = {}
         self._num_tried: dict[Choice, int] = defaultdict(int)
 
@@ -103,7 +109,9 @@ class Speculation:
         untried = [arm for arm in self._arms if self._num_tried[arm] < _FIRST_TRIES]
         if untried:
             return untried[0]
-        speed = self._speeds(slots)
+        if self._cycle % _DECIDE_EVERY == 0 or len(slots) != self._batch:
+            self._speed, self._batch = self._speeds(slots), len(slots)
+        speed = self._speed
         best = max(speed, key=lambda choice: speed[choice])
         for arm in self._arms:
             loss = speed[best] / max(speed[arm], 1e-9)
@@ -127,23 +135,22 @@ class Speculation:
         self._num_tried[tried] += 1
         for slot, (num_drafted, num_accepted) in zip(slots, outcomes, strict=True):
             if num_drafted:
-                for rates in (self._rates_of(slot), self._prior):
+                own = self._rates.get(slot) or self._rates.setdefault(slot, Rates(self._most))
+                for rates in (own, self._prior):
                     rates.learn(slot.refine_passes, num_drafted, num_accepted)
 
     def forget(self, slot: Slot) -> None:
         """The slot's request has ended."""
         self._rates.pop(slot, None)
 
-    def _rates_of(self, slot: Slot) -> Rates:
-        return self._rates.setdefault(slot, self._prior.copy())
-
     def _speeds(self, slots: Sequence[Slot]) -> dict[Choice, float]:
         """Expected tokens per millisecond of every choice."""
         batch = len(slots)
         speeds = {Choice(0, 0): batch / max(self._verify(batch), 1e-9)}
+        unknown = Rates(self._most)
+        rates = np.array([self._rates.get(slot, unknown).blended(self._prior) for slot in slots])  # [B, K, n]
         for k in range(self._most.refine_passes + 1):
-            rates = np.array([self._rates_of(slot).of(k) for slot in slots])
-            accepted = np.cumsum(np.cumprod(rates, axis=1).sum(axis=0))  # [n - 1]: of all slots, by n draft tokens
+            accepted = np.cumsum(np.cumprod(rates[:, k], axis=1).sum(axis=0))  # [n - 1]: of all slots, by n drafts
             for n in range(1, self._most.num_drafts + 1):
                 ms = self._verify(batch * (1 + n)) + self._draft(batch * (n + self._first_slot))
                 ms += self._refine[k](batch * n) if k else 0.0

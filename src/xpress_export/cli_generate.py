@@ -6,8 +6,9 @@ import itertools
 import json
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,48 @@ class _Utf8(click.ParamType[str]):
 UTF8 = _Utf8()
 
 
+class _Bias(click.ParamType[tuple[int, float]]):
+    """`ID=VALUE`: a token id and a number."""
+
+    name = "bias"
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, float]:
+        token, _, bias = value.partition("=")
+        try:
+            return int(token), float(bias)
+        except ValueError:
+            self.fail(f"{value!r} is not ID=VALUE, such as 42=-5", param, ctx)
+
+
+def _sampling_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """How a token is chosen; SamplingParams checks the values."""
+    options = [
+        click.option(
+            "--temperature", type=float, default=0.0, metavar="T", help="0 takes the likeliest.  [default: 0]"
+        ),
+        click.option("--top-k", type=int, metavar="N", help="Sample among the N likeliest tokens."),
+        click.option("--top-p", type=float, default=1.0, metavar="P", help="Sample among the likeliest that reach P."),
+        click.option("--min-p", type=float, default=0.0, metavar="P", help="Leave out what is under P of the largest."),
+        click.option("--seed", type=int, metavar="N", help="Same seed, same text, in every mode.  [default: drawn]"),
+        click.option("--repetition-penalty", type=float, default=1.0, metavar="R", help="Above 1: repeat less."),
+        click.option("--presence-penalty", type=float, default=0.0, metavar="X", help="Once per token used, -2 to 2."),
+        click.option("--frequency-penalty", type=float, default=0.0, metavar="X", help="Per use of a token, -2 to 2."),
+        click.option("--logit-bias", type=_Bias(), multiple=True, metavar="ID=X", help="Add X to a token's logit."),
+        click.option(
+            "--draft-sampling",
+            type=click.Choice(["greedy", "sampled"]),
+            default="greedy",
+            help="Above temperature 0, propose the likeliest tokens or drawn ones.  [default: greedy]",
+        ),
+        click.option(
+            "--logprobs", type=int, metavar="N", help="With --json: log-probabilities, and of N alternatives."
+        ),
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
 @click.command("generate")
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.argument("stdin", required=False, type=click.Choice(["-"]), metavar="[-]")
@@ -60,7 +103,7 @@ UTF8 = _Utf8()
 @click.option(
     "--mode",
     type=click.Choice(names.MODES),
-    help="Plain decoding, drafter, or drafter and refiner; the text is the same.  [default: the best the bundle has]",
+    help="Plain decoding, drafter, or drafter and refiner; the text is the same.  [default: what is measured fastest]",
 )
 @click.option(
     "--refine-passes",
@@ -76,6 +119,8 @@ UTF8 = _Utf8()
 )
 @click.option("--stop", type=UTF8, multiple=True, metavar="S", help="End before this text; may be repeated.")
 @click.option("--ignore-eos", is_flag=True, help="Do not end at the model's stop tokens.")
+@click.option("--stop-token-id", type=int, multiple=True, metavar="ID", help="End after this token; may be repeated.")
+@_sampling_options
 @click.option("--threads", type=click.IntRange(min=1), metavar="N", help="CPU threads.  [default: one per core]")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of streaming.")
 def generate_command(bundle: Path, **options: Any) -> None:
@@ -94,38 +139,33 @@ def _generate(
     prompt_file: Path | None,
     chat: bool | None,
     system: str | None,
-    max_new_tokens: int | None,
-    mode: str | None,
-    refine_passes: int | None,
     draft_tokens: int | None,
-    stop: tuple[str, ...],
-    ignore_eos: bool,
+    stop_token_id: tuple[int, ...],
+    logit_bias: tuple[tuple[int, float], ...],
     threads: int | None,
     as_json: bool,
+    **given: Any,
 ) -> None:
     from xpress_export.runtime import SamplingParams
 
     text = _prompt_text(stdin, prompt, prompt_file)
+    if given["logprobs"] is not None and not as_json:
+        raise click.UsageError("--logprobs needs --json, where they are printed")
     params = SamplingParams(
-        max_new_tokens=max_new_tokens,
-        mode=mode,
-        refine_passes=refine_passes,
-        num_draft_tokens=draft_tokens,
-        stop=stop,
-        ignore_eos=ignore_eos,
+        num_draft_tokens=draft_tokens, stop_token_ids=stop_token_id, logit_bias=dict(logit_bias), **given
     )
     progress = ui.ConsoleProgress(err, transient=True)
     with _open_runtime(bundle, threads, progress) as runtime:
         ids = _prompt_ids(runtime, text, chat, system)
-        logger.info("the prompt has %d tokens, mode %s", len(ids), mode or runtime.modes[-1])
         logger.debug("prompt token ids: %s", ids)
         generation = runtime.generate(ids, params)
+        logger.info("the prompt has %d tokens, mode %s", len(ids), generation.stats.mode)
         chunks = _after_prefill(generation, progress)
         if as_json:
-            _print_json(generation, chunks, progress.step("Generating", total=max_new_tokens))
+            _print_json(generation, chunks, progress.step("Generating", total=params.max_new_tokens))
         else:
             _stream(chunks)
-            _report_stats(bundle, runtime, generation, mode or runtime.modes[-1])
+            _report_stats(bundle, runtime, generation)
 
 
 def _open_runtime(bundle: Path, threads: int | None, progress: ui.ConsoleProgress) -> Any:
@@ -149,6 +189,8 @@ def _print_json(generation: Any, chunks: Iterator[Any], step: AbstractContextMan
         for chunk in chunks:
             advance(len(chunk.token_ids))
     fields = {"text": generation.text, "token_ids": generation.token_ids, "finish_reason": generation.finish_reason}
+    if generation.logprobs:
+        fields["logprobs"] = [asdict(entry) for entry in generation.logprobs]
     is_unicode = (sys.stdout.encoding or "").lower().startswith("utf")
     ui.write(json.dumps({**fields, "stats": generation.stats.to_dict()}, ensure_ascii=not is_unicode) + "\n")
 
@@ -200,13 +242,14 @@ def _prompt_ids(runtime: Any, text: str, chat: bool | None, system: str | None) 
     return runtime.codec.encode_chat([*messages, {"role": "user", "content": text}])  # type: ignore[no-any-return]
 
 
-def _report_stats(bundle: Path, runtime: Any, generation: Any, mode: str) -> None:
+def _report_stats(bundle: Path, runtime: Any, generation: Any) -> None:
     stats = generation.stats
     why = "ended by itself" if generation.finish_reason == "stop" else "limit reached"
     speed = f", {stats.tokens_per_s:.1f} tokens/s, tau {stats.tau:.2f} (tokens per target step)"
     err.print(f"\n{stats.num_generated_tokens} tokens ({why}){speed if stats.num_verify_steps else ''}", style="dim")
-    err.print(f"mode {mode}, executed on CPU, bundle {bundle}", style="dim")
-    if mode != names.MODE_TARGET:
+    seed = "" if stats.seed is None else f"seed {stats.seed}, "
+    err.print(f"mode {stats.mode}, {seed}executed on CPU, bundle {bundle}", style="dim")
+    if stats.mode != names.MODE_TARGET:
         warn_untrained(runtime.manifest)
 
 
