@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import logging
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,18 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from xpress_export import names
+from xpress_export.calibration import default_prompts
+from xpress_export.calibration.bundles import link_rest
 from xpress_export.calibration.layers import Site, activations, find_sites, forget, read_array
 from xpress_export.calibration.observe import ObservedGraph
 from xpress_export.calibration.ranges import METHODS, PERCENTILE, Range
 from xpress_export.calibration.runtimes import answer, runtime_of
 from xpress_export.calibration.scales import Activation, Dataset, GraphScales, Scales, graph_digest, rounded
 from xpress_export.errors import CalibrationError
-from xpress_export.manifest import Manifest, open_bundle
+from xpress_export.folders import staged_folder
+from xpress_export.manifest import Manifest, open_bundle, read_manifest, record_files, write_manifest
 from xpress_export.progress import Progress, Silent
+from xpress_export.records import SCALES_FILE, SCALES_FOLDER
 from xpress_export.runtime.backend import Graph
 from xpress_export.runtime.evaluate import read_prompts
 
@@ -37,12 +42,13 @@ _TOOLS = ("xpress-export", "onnxruntime", "onnx-ir", "numpy")
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrateOptions:
-    """What to run. samples: prompts from the top of the file; percentile: of the method of that name.
+    """What to run. prompts: a file, None: a few of our own. samples: prompts from its top, at most.
+    percentile: of the method of that name.
 
     allow_dead: go on where a channel of an activation is always zero, which is a defect in most models.
     """
 
-    prompts: Path
+    prompts: Path | None
     samples: int = 64
     method: str = "max"
     percentile: float = PERCENTILE
@@ -57,6 +63,17 @@ class CalibrateOptions:
             raise CalibrationError(f"percentile must be from 50 to 100, got {self.percentile}")
         if self.samples < 1 or self.max_new_tokens < 1:
             raise CalibrationError("samples and max_new_tokens must be at least 1")
+
+    def read(self) -> tuple[list[str], Dataset]:
+        """The prompts, and what a scales file says of them."""
+        if self.prompts is None:
+            texts = list(default_prompts.CALIBRATION[: self.samples])
+            name, data = default_prompts.NAME, "\n".join(default_prompts.CALIBRATION).encode()
+        else:
+            texts, name = read_prompts(self.prompts, self.samples), self.prompts.name
+            data = self.prompts.read_bytes()
+        sha256 = hashlib.sha256(data).hexdigest()
+        return texts, Dataset(name=name, sha256=sha256, samples=len(texts), max_new_tokens=self.max_new_tokens)
 
 
 class Observer:
@@ -134,7 +151,7 @@ def _weight_ranges(role: str, sites: Sequence[Site]) -> dict[str, tuple[float, .
 def calibrate(folder: Path, options: CalibrateOptions, progress: Progress | None = None) -> Scales:
     """Scales of the target and the drafter of a bundle, measured on its answers to the prompts."""
     progress = progress or Silent()
-    prompts = read_prompts(options.prompts, options.samples)
+    prompts, dataset = options.read()
     manifest = _open(folder, progress)
     roles = [role for role in manifest.roles if role != names.REFINER]
     observers = {role: Observer(role, folder / manifest.graphs[role].file) for role in roles}
@@ -145,7 +162,7 @@ def calibrate(folder: Path, options: CalibrateOptions, progress: Progress | None
         for number, prompt in enumerate(prompts, 1):
             answer(runtime, prompt, options.max_new_tokens)
             for observer in observers.values():
-                observer.require_sound(f"prompt {number} of {options.prompts}")
+                observer.require_sound(f"prompt {number} of {dataset.name}")
             advance(1)
     for observer in observers.values():
         observer.require_alive(options.allow_dead)
@@ -158,12 +175,7 @@ def calibrate(folder: Path, options: CalibrateOptions, progress: Progress | None
         tool={name: importlib.metadata.version(name) for name in _TOOLS},
         method=options.method,
         percentile=options.percentile,
-        dataset=Dataset(
-            name=options.prompts.name,
-            sha256=hashlib.sha256(options.prompts.read_bytes()).hexdigest(),
-            samples=len(prompts),
-            max_new_tokens=options.max_new_tokens,
-        ),
+        dataset=dataset,
         graphs=graphs,
     )
 
@@ -184,3 +196,25 @@ def _watched_graphs(
         else:
             graphs[role] = ObservedGraph(path, role, tuple(observer.tensors), observer.listen, num_threads)
     return graphs
+
+
+def save_scales(folder: Path, scales: Scales, out: Path | None) -> Path:
+    """Write a scales file where `out` says, or into the bundle, which then lists it; returns its path."""
+    if out is not None:
+        try:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
+            partial.write_text(scales.to_json(), "utf-8")
+            partial.replace(out)
+        except OSError as err:
+            raise CalibrationError(f"{out} cannot be written: {err.strerror}; check the path and the disk") from err
+        return out
+    manifest = read_manifest(folder)
+    with staged_folder(folder, replace=True) as stage:
+        (stage / SCALES_FOLDER).mkdir()
+        (stage / SCALES_FILE).write_text(scales.to_json(), "utf-8")
+        files = {file.path: file for file in (*manifest.files, *record_files(stage))}
+        new = replace(manifest, files=tuple(files[path] for path in sorted(files)))
+        link_rest(folder, stage, new)
+        write_manifest(stage, new)
+    return folder / SCALES_FILE

@@ -13,7 +13,8 @@ from typing import Any
 from numpy.typing import NDArray
 
 from xpress_export.errors import BundleError
-from xpress_export.runtime.backend import Call, Graph
+from xpress_export.runtime.backend import WEIGHTS_FOLDER, Call, Graph, set_threads
+from xpress_export.runtime.kernels import lower
 
 Array = NDArray[Any]
 Listener = Callable[[Mapping[str, Array]], None]
@@ -40,27 +41,27 @@ class _ObservedCall(Call):
 
     def __init__(self, graph: ObservedGraph) -> None:
         super().__init__(graph)
-        self._watching, self._arrays, self._inputs = graph, dict[str, Array](), dict[str, Array]()
+        self._watching, self._fetched, self._fed = graph, dict[str, Array](), dict[str, Array]()
 
     def bind_input(self, name: str, array: Array) -> None:
         super().bind_input(name, array)
         if name in self._watching.tensors:
-            self._inputs[name] = array
+            self._fed[name] = array
 
     def bind_output(self, name: str, array: Array) -> None:
         assert array.flags.c_contiguous, f"{name} is not contiguous"
-        self._arrays[name] = array
+        self._fetched[name] = array
 
     def unbind_output(self, name: str) -> None:
-        self._arrays.pop(name, None)
+        self._fetched.pop(name, None)
 
     def run(self) -> None:
-        known = self._arrays | self._inputs
+        known = self._fetched | self._fed
         watched = [name for name in self._watching.tensors if name not in known]
         self._io.clear_binding_outputs()
         for name in watched:
             self._io.bind_output(name)
-        for name, array in self._arrays.items():
+        for name, array in self._fetched.items():
             self._io.bind_output(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
         super().run()
         values = dict(zip(watched, (value.numpy() for value in self._io.get_outputs()), strict=False))
@@ -80,10 +81,11 @@ def open_session(path: Path, tensors: Sequence[str] = (), num_threads: int | Non
             model.graph.output.append(onnx.ValueInfoProto(name=name))
     options = ort.SessionOptions()
     options.log_severity_level = 3
-    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(path.parent))
-    if num_threads is not None:
-        options.intra_op_num_threads = num_threads
+    data, config = lower(model.SerializeToString())
+    for key, value in {**config, WEIGHTS_FOLDER: str(path.parent)}.items():
+        options.add_session_config_entry(key, value)
+    set_threads(ort, options, num_threads)
     try:
-        return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        return ort.InferenceSession(data, options, providers=["CPUExecutionProvider"])
     except Exception as err:  # onnxruntime's errors have no common base
         raise BundleError(f"ONNX Runtime cannot load {path}: {str(err).splitlines()[0]}") from err

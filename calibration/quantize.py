@@ -9,8 +9,6 @@ commit    the files that stay are linked into the new folder, which then takes t
 from __future__ import annotations
 
 import logging
-import os
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +17,7 @@ import onnx_ir as ir
 
 from xpress_export import names, platforms
 from xpress_export.calibration.audit import audit
+from xpress_export.calibration.bundles import link_rest
 from xpress_export.calibration.formats import DEFAULT_BLOCK, QUANTIZES_ACTIVATIONS
 from xpress_export.calibration.layers import Site, find_sites, matches, split
 from xpress_export.calibration.qdq import DataFile, write_variant
@@ -220,19 +219,3 @@ def _own_files(variant: VariantRecord) -> list[str]:
     stem = f"{GRAPHS_FOLDER}/{variant.role}.{variant.precision}"
     own = [path for path in variant.data if path == f"{stem}.data"]
     return [variant.file, *own, *filter(None, (variant.decomposed, variant.scales))]
-
-
-def link_rest(folder: Path, stage: Path, manifest: Manifest) -> None:
-    """Make the files of `folder` that the manifest lists, and `stage` lacks, appear in `stage` too.
-
-    As second names of the same files where the filesystem can, so that nothing is copied.
-    """
-    for file in manifest.files:
-        place = stage / file.path
-        if place.exists():
-            continue
-        place.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            os.link(folder / file.path, place)
-        except OSError:
-            shutil.copy2(folder / file.path, place)

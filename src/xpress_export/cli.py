@@ -22,6 +22,8 @@ from rich.text import Text
 from xpress_export import console as ui
 from xpress_export import names, platforms, presets
 from xpress_export.cli_bench import bench_command
+from xpress_export.cli_calibrate import COMMANDS as PRECISION_COMMANDS
+from xpress_export.cli_calibrate import quantize_build
 from xpress_export.cli_engines import COMMANDS as ENGINE_COMMANDS
 from xpress_export.cli_engines import device_command, print_engine
 from xpress_export.cli_eval import evaluate_command
@@ -107,8 +109,8 @@ def build_options(command: Command) -> Command:
         ),
         click.option(
             "--precision",
-            type=click.Choice(["fp32", "fp16"]),
-            help="Type of weights and cache.  [default: fp32 on cpu, fp16 elsewhere]",
+            type=click.Choice(["fp32", "fp16", *platforms.QUANTIZED]),
+            help="Type of weights and cache; build also quantizes.  [default: fp32 on cpu, fp16 elsewhere]",
         ),
         click.option(
             "--max-context",
@@ -131,13 +133,24 @@ def build_options(command: Command) -> Command:
 
 @cli.command()
 @build_options
-def build(**options: Any) -> None:
+@click.option(
+    "--calibration-prompts",
+    type=click.Path(path_type=Path),
+    metavar="F",
+    help="JSONL of prompts like yours, for int8 and fp8.  [default: a few of our own]",
+)
+def build(precision: str | None, calibration_prompts: Path | None, **options: Any) -> None:
     """Build a bundle from checkpoints.
 
     Goes all the way from checkpoints to what the platform runs. A bundle that is already there and still valid is
     reused; an interrupted build leaves nothing behind.
     """
-    _export(**options)
+    if precision not in platforms.QUANTIZED:
+        _export(precision=precision, **options)
+        return
+    platforms.require(options["platform"], precision)
+    _export(precision=None, **options)
+    quantize_build(options["out"], precision, calibration_prompts)
 
 
 @cli.command()
@@ -147,6 +160,8 @@ def export(**options: Any) -> None:
 
     It turns checkpoints into ONNX graphs and checks those against the models.
     """
+    if options["precision"] in platforms.QUANTIZED:
+        raise click.UsageError("export writes fp32 or fp16; `xpress-export build` and `quantize` go on from there")
     _export(**options)
 
 
@@ -260,7 +275,7 @@ def doctor(as_json: bool) -> None:
         out.print(section)
 
 
-for other_command in (train, *ENGINE_COMMANDS):
+for other_command in (train, *PRECISION_COMMANDS, *ENGINE_COMMANDS):
     cli.add_command(other_command)
 
 
