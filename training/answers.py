@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -71,26 +70,45 @@ class ChatTokenizer:
         return tuple(self._tokenizer.encode(text, add_special_tokens=self._template is None).ids)
 
 
-def read_prompts(path: Path) -> Iterator[tuple[str, str]]:
-    """(source, text) of each row: `prompt`, or the first of `turns`; source from `source` or the file's name."""
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+def read_prompts(path: Path) -> list[tuple[str, str]]:
+    """(source, text) of each row: `prompt`, the first of `turns`, or the row itself if it is a string.
+
+    source: the row's own, or the file's name.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as err:
+        raise TrainingError(f"{path} cannot be read as UTF-8 text: {err}") from err
+    found = [_prompt(line, path, number) for number, line in enumerate(lines, start=1) if line.strip()]
+    if not found:
+        raise TrainingError(f"{path} holds no prompts; each line is a JSON object with 'prompt' or 'turns'")
+    return found
+
+
+def _prompt(line: str, path: Path, number: int) -> tuple[str, str]:
+    try:
         row = json.loads(line)
-        text = row.get("prompt") or (row.get("turns") or [None])[0]
-        if not isinstance(text, str):
-            raise TrainingError(f"{path}, line {number}: neither 'prompt' nor 'turns' holds a text")
-        yield str(row.get("source", path.stem)), text
+    except ValueError as err:
+        raise TrainingError(f"{path}, line {number} is not JSON ({err})") from err
+    source, text = path.stem, row
+    if isinstance(row, dict):
+        source, text = str(row.get("source", source)), row.get("prompt") or (row.get("turns") or [None])[0]
+    if not isinstance(text, str) or not text.strip():
+        raise TrainingError(f"{path}, line {number}: neither 'prompt' nor 'turns' holds a text")
+    return source, text
 
 
 def make_data(options: DataOptions, progress: Progress | None = None) -> DataResult:
     """Answer every prompt that the folder does not hold yet."""
     progress = progress or Silent()
     device = pick_device()
+    rows = [row for path in options.prompts for row in read_prompts(Path(path))[: options.limit]]
     with progress.step("Reading the target", expected_s=10):
         checkpoint = read_target(options.target)
         taps = options.target_layer_ids or default_target_layer_ids(checkpoint.config.num_layers, options.num_taps)
         target = load_target(checkpoint, taps, COMPUTE_DTYPES[options.precision], device)
         tokenizer = ChatTokenizer(checkpoint)
-    prompts, num_skipped = _prompts(options, tokenizer)
+    prompts, num_skipped = _prompts(rows, options, tokenizer)
     writer = DataWriter(Path(options.out), _info(options, checkpoint, taps))
     done = {answer.prompt for answer in writer.answers}
     left = sorted((p for p in prompts if p.ids not in done), key=lambda p: len(p.ids))
@@ -109,12 +127,14 @@ def make_data(options: DataOptions, progress: Progress | None = None) -> DataRes
     )
 
 
-def _prompts(options: DataOptions, tokenizer: ChatTokenizer) -> tuple[list[Prompt], int]:
-    rows = [row for path in options.prompts for row in islice(read_prompts(Path(path)), options.limit)]
+def _prompts(
+    rows: Sequence[tuple[str, str]], options: DataOptions, tokenizer: ChatTokenizer
+) -> tuple[list[Prompt], int]:
+    """The different prompts that are short enough, and how many are not."""
     found = [Prompt(source, tokenizer.encode(text)) for source, text in rows]
     kept = [prompt for prompt in found if len(prompt.ids) <= options.max_prompt_tokens]
     if not kept:
-        raise TrainingError(f"no prompt of {', '.join(options.prompts)} fits max_prompt_tokens")
+        raise TrainingError(f"no prompt of {', '.join(options.prompts)} has at most {options.max_prompt_tokens} tokens")
     return list({prompt.ids: prompt for prompt in kept}.values()), len(found) - len(kept)
 
 

@@ -44,6 +44,7 @@ from xpress_export.training.models import (
     refiner_config,
     save_drafter,
     save_refiner,
+    unused_id,
 )
 from xpress_export.training.objective import Objective
 from xpress_export.training.store import DataReader
@@ -176,8 +177,11 @@ def _drafter(options: TrainOptions, target: TargetCheckpoint, data: DataReader) 
     wanted = options.drafter.target_layer_ids
     if wanted and wanted != data.target_layer_ids:
         raise TrainingError(f"the data taps layers {list(data.target_layer_ids)}, not {list(wanted)}")
-    config = drafter_config(options.drafter, target.config, data.target_layer_ids)
-    ids = frequent_ids(token_counts(data, target.config.vocab_size), config.draft_vocab_size)
+    counts = token_counts(data, target.config.vocab_size)
+    mask = options.drafter.mask_token_id
+    mask = unused_id(counts) if mask is None else mask
+    config = drafter_config(options.drafter, target.config, data.target_layer_ids, mask)
+    ids = frequent_ids(counts, config.draft_vocab_size)
     return new_drafter(config, target, ids, options.run.seed)
 
 

@@ -32,7 +32,8 @@ SCHEDULES = ("cosine", "stable")
 class DrafterOptions:
     """Shape of a new drafter, or `init`: the folder of one to go on from (its own shape then counts).
 
-    target_layer_ids: tapped layers, 0-based. mask_token_id: a token that never occurs in answers.
+    target_layer_ids: tapped layers, 0-based. mask_token_id: a token that never occurs in text;
+    None: the last one that the data never holds.
     first_slot: 1, slot 0 only holds the anchor; 0, it already drafts. causal: slots see earlier slots only, so
     that a shorter block drafts the same tokens. draft_vocab_size: rows of a reduced head, the most frequent
     tokens of the data; None: the target's whole vocabulary.

@@ -28,10 +28,18 @@ BORROWED = ("embed_tokens.weight", "lm_head.weight", "vocab.target_ids")
 SMALL_OUTPUTS = ("o_proj.weight", "down_proj.weight")
 
 
-def drafter_config(options: DrafterOptions, target: DecoderConfig, taps: tuple[int, ...]) -> DrafterConfig:
+def unused_id(token_counts: Tensor) -> int:
+    """The last token that the data never holds: a mask that no text is mistaken for."""
+    unused = (token_counts == 0).nonzero()
+    if not len(unused):
+        raise TrainingError("every token occurs in the data; set drafter.mask_token_id to one that is not text")
+    return int(unused[-1])
+
+
+def drafter_config(
+    options: DrafterOptions, target: DecoderConfig, taps: tuple[int, ...], mask_token_id: int
+) -> DrafterConfig:
     """The configuration of a new drafter; what `options` leaves open follows the target."""
-    if options.mask_token_id is None:
-        raise TrainingError("drafter.mask_token_id is not set; name a token that never occurs in answers")
     head_dim = options.head_dim or target.head_dim
     decoder = DecoderConfig(
         family="qwen3",
@@ -52,7 +60,7 @@ def drafter_config(options: DrafterOptions, target: DecoderConfig, taps: tuple[i
     return DrafterConfig(
         decoder=decoder,
         block_size=options.block_size,
-        mask_token_id=options.mask_token_id,
+        mask_token_id=mask_token_id,
         target_layer_ids=taps,
         target_hidden_size=target.hidden_size,
         first_slot=options.first_slot,

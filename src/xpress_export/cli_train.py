@@ -43,8 +43,10 @@ def data(target: str, prompts: tuple[str, ...], out: str, batch: int, **options:
     """Let the target answer prompts: what drafters learn from."""
     api = _api()
     made = api.DataOptions(target=target, prompts=prompts, out=out, wave=batch, **options)
-    api.make_data(made, _progress())
-    click.echo(f"answers are in {out}")
+    result = api.make_data(made, _progress())
+    click.echo(f"{result.num_answers} answers, {result.num_answer_tokens} tokens: {out}")
+    if result.num_skipped:
+        click.echo(f"{result.num_skipped} prompts were too long and left out", err=True)
 
 
 def run_options(command: Command) -> Command:

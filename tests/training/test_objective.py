@@ -15,12 +15,20 @@ from xpress_export.exporter.modules import Refiner
 from xpress_export.exporter.target_checkpoint import read_target
 from xpress_export.training.blocks import BlockBatch, Sample, build_batch, draft_blocks
 from xpress_export.training.config import DrafterOptions, LossOptions, RefinerOptions
+from xpress_export.training.errors import TrainingError
 from xpress_export.training.evaluate import draft_tokens, evaluate
-from xpress_export.training.models import bigram_factors, drafter_config, new_drafter, new_refiner, refiner_config
+from xpress_export.training.models import (
+    bigram_factors,
+    drafter_config,
+    new_drafter,
+    new_refiner,
+    refiner_config,
+    unused_id,
+)
 from xpress_export.training.objective import Objective
 
 OPTIONS = LossOptions(tv=0.9, ce=0.1, kl=0.0, jacobi_rounds=3)
-DRAFTER = DrafterOptions(intermediate_size=64, block_size=5, mask_token_id=317)
+DRAFTER = DrafterOptions(intermediate_size=64, block_size=5)
 
 
 class Parts:
@@ -29,7 +37,7 @@ class Parts:
     def __init__(self, trio: Any, make_sample: Callable[..., Sample], kind: str, first_slot: int = 1) -> None:
         self.target = read_target(str(trio.target))
         options = replace(DRAFTER, first_slot=first_slot)
-        self.config = drafter_config(options, self.target.config, (1, 0))
+        self.config = drafter_config(options, self.target.config, (1, 0), 317)
         self.drafter = new_drafter(self.config, self.target, None, seed=0)
         self.head_config = refiner_config(RefinerOptions(kind=kind, rank=8), self.config)
         self.refiner = new_refiner(self.head_config, first_slot, None, 1, None)
@@ -170,6 +178,12 @@ def test_one_batch_can_be_learned_by_heart(tiny_trio: Any, make_sample: Callable
 
 def test_head_config_of_a_reduced_vocabulary(tiny_trio: Any) -> None:
     target = read_target(str(tiny_trio.target))
-    config = drafter_config(replace(DRAFTER, draft_vocab_size=50), target.config, (1, 0))
+    config = drafter_config(replace(DRAFTER, draft_vocab_size=50), target.config, (1, 0), 317)
     head: RefinerConfig = refiner_config(RefinerOptions(rank=4), config)
     assert (config.draft_vocab_size, head.draft_vocab_size, head.vocab_size) == (50, 50, 320)
+
+
+def test_the_mask_is_a_token_that_the_data_never_holds() -> None:
+    assert unused_id(torch.tensor([4, 0, 2, 0, 1])) == 3
+    with pytest.raises(TrainingError, match=r"set drafter\.mask_token_id"):
+        unused_id(torch.ones(3))
