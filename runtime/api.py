@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -25,7 +26,7 @@ from xpress_export import names
 from xpress_export.errors import BundleError, RequestError
 from xpress_export.manifest import Manifest, open_bundle
 from xpress_export.precision import Precision, choose_precisions
-from xpress_export.runtime.backend import Graph
+from xpress_export.runtime.backend import Graph, import_onnxruntime
 from xpress_export.runtime.decode import Decoder
 from xpress_export.runtime.params import SamplingParams
 from xpress_export.runtime.requests import Generation, Plan, Request, closed
@@ -109,14 +110,21 @@ class Runtime:
             if value < 1:
                 raise RequestError(f"{name} must be at least 1, got {value}", name)
         folder = Path(folder)
-        manifest = open_bundle(folder, on_verify)
-        codec = TextCodec.open(folder / manifest.text.folder)
-        files = {role: manifest.graph(role, chosen) for role, chosen in choose_precisions(manifest, precision).items()}
-        graphs = {role: Graph(folder / record.file, role, num_threads) for role, record in files.items() if record}
+        with ThreadPoolExecutor() as pool:
+            pool.submit(import_onnxruntime)  # takes as long as checking the files; if it fails, so will the graphs
+            manifest = open_bundle(folder, on_verify)
+            precisions = choose_precisions(manifest, precision)
+            files = {role: manifest.graph(role, chosen) for role, chosen in precisions.items()}
+            codec = pool.submit(TextCodec.open, folder / manifest.text.folder)
+            graphs = {
+                role: pool.submit(Graph, folder / record.file, role, num_threads)
+                for role, record in files.items()
+                if record
+            }
         return cls(
             manifest,
-            codec,
-            graphs,
+            codec.result(),
+            {role: graph.result() for role, graph in graphs.items()},
             draft_ids=_draft_ids(folder, manifest),
             max_queue=max_queue,
             kv_budget_bytes=kv_budget_bytes,

@@ -25,6 +25,15 @@ WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"
 DTYPES: Mapping[str, type] = {"float32": np.float32, "float16": np.float16, "int64": np.int64}
 
 
+def import_onnxruntime() -> Any:
+    """The module; MissingDependencyError where it is not installed."""
+    try:
+        import onnxruntime
+    except ImportError as err:
+        raise MissingDependencyError("onnxruntime", "run a bundle on this machine", "cpu") from err
+    return onnxruntime
+
+
 class Graph:
     """One ONNX graph, ready to run. role: names it in errors.
 
@@ -32,10 +41,7 @@ class Graph:
     """
 
     def __init__(self, path: Path, role: str, num_threads: int | None = None) -> None:
-        try:
-            import onnxruntime as ort
-        except ImportError as err:
-            raise MissingDependencyError("onnxruntime", "run a bundle on this machine", "cpu") from err
+        ort = import_onnxruntime()
         options = ort.SessionOptions()
         options.log_severity_level = 3
         set_threads(ort, options, num_threads)
