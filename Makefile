@@ -50,7 +50,7 @@ lint: $(VENV)/.dev
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 bench: $(VENV)/.bench
 	@$(BIN)/xpress-export build --preset smollm2-135m --out $(BUNDLE)
