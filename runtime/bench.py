@@ -32,6 +32,7 @@ import numpy as np
 
 from xpress_export import names
 from xpress_export.errors import RequestError, XpressExportError
+from xpress_export.precision import Precision
 from xpress_export.progress import Progress, Silent
 from xpress_export.runtime.api import Runtime
 from xpress_export.runtime.params import SamplingParams
@@ -68,6 +69,7 @@ class BenchOptions:
     max_new_tokens: int = 64
     rounds: int = 3
     ignore_eos: bool = False
+    precision: Precision = None
     num_threads: int | None = None
 
     def __post_init__(self) -> None:
@@ -162,11 +164,12 @@ def bench(folder: Path, options: BenchOptions, progress: Progress | None = None)
     with progress.step("Importing the runtime in new processes", expected_s=2):
         import_s = statistics.median(_import_s() for _ in range(_NUM_IMPORTS))
     with progress.step("Opening the bundle", expected_s=3):
-        runtime, read_s, open_s = _open(folder, slots, options.num_threads)
+        runtime, read_s, open_s = _open(folder, slots, options)
     with runtime:
         modes = _modes(runtime, options.modes)
         jobs = _jobs(options)
-        cells: dict[tuple[str, int], list[Cell]] = {(m, c): [] for m in modes for c in sorted(set(options.concurrency))}
+        counts = sorted(set(options.concurrency))  # modes to compare run side by side
+        cells: dict[tuple[str, int], list[Cell]] = {(mode, count): [] for count in counts for mode in modes}
         with progress.step("Measuring", total=(options.rounds + 1) * len(cells)) as advance:
             for mode, concurrency in cells:
                 run_cell(runtime, mode, concurrency, jobs[:slots], min(_WARM_UP_TOKENS, options.max_new_tokens), False)
@@ -229,7 +232,7 @@ async def _client(runtime: Runtime, params: SamplingParams, jobs: Iterator[tuple
         cell.outputs[number] = tuple(generation.token_ids)
 
 
-def _open(folder: Path, num_slots: int, num_threads: int | None) -> tuple[Runtime, float, float]:
+def _open(folder: Path, num_slots: int, options: BenchOptions) -> tuple[Runtime, float, float]:
     """The runtime, seconds to read and check its files, seconds for the rest."""
     started = read = time.perf_counter()
 
@@ -237,7 +240,13 @@ def _open(folder: Path, num_slots: int, num_threads: int | None) -> tuple[Runtim
         nonlocal read
         read = time.perf_counter()
 
-    runtime = Runtime.open(folder, num_slots=num_slots, num_threads=num_threads, on_verify=note)
+    runtime = Runtime.open(
+        folder,
+        precision=options.precision,
+        num_slots=num_slots,
+        num_threads=options.num_threads,
+        on_verify=note,
+    )
     return runtime, read - started, time.perf_counter() - read
 
 

@@ -83,8 +83,8 @@ def test_the_command(tiny_bundle: Path, tmp_path: Path) -> None:
     found = json.loads(done.stdout)
     assert [(row["mode"], row["concurrency"]) for row in found["rows"]] == [
         ("target", 1),
-        ("target", 2),
         ("xpress", 1),
+        ("target", 2),
         ("xpress", 2),
     ]
     assert found["same_tokens"] is True and found["num_requests"] == 2
