@@ -16,6 +16,8 @@ import click
 
 from xpress_export import console as ui
 from xpress_export import names
+from xpress_export.cli_precision import PRECISION
+from xpress_export.precision import Precision
 from xpress_export.progress import Advance
 
 err = ui.make_console(stderr=True)
@@ -57,9 +59,7 @@ class _Bias(click.ParamType[tuple[int, float]]):
 def _sampling_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """How a token is chosen; SamplingParams checks the values."""
     options = [
-        click.option(
-            "--temperature", type=float, default=0.0, metavar="T", help="0 takes the likeliest.  [default: 0]"
-        ),
+        click.option("--temperature", type=float, default=0.0, metavar="T", help="0 takes the likeliest."),
         click.option("--top-k", type=int, metavar="N", help="Sample among the N likeliest tokens."),
         click.option("--top-p", type=float, default=1.0, metavar="P", help="Sample among the likeliest that reach P."),
         click.option("--min-p", type=float, default=0.0, metavar="P", help="Leave out what is under P of the largest."),
@@ -72,7 +72,7 @@ def _sampling_options(command: Callable[..., Any]) -> Callable[..., Any]:
             "--draft-sampling",
             type=click.Choice(["greedy", "sampled"]),
             default="greedy",
-            help="Above temperature 0, propose the likeliest tokens or drawn ones.  [default: greedy]",
+            help="Above temperature 0, propose the likeliest tokens or drawn ones.",
         ),
         click.option(
             "--logprobs", type=int, metavar="N", help="With --json: log-probabilities, and of N alternatives."
@@ -121,6 +121,7 @@ def _sampling_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--ignore-eos", is_flag=True, help="Do not end at the model's stop tokens.")
 @click.option("--stop-token-id", type=int, multiple=True, metavar="ID", help="End after this token; may be repeated.")
 @_sampling_options
+@PRECISION
 @click.option("--threads", type=click.IntRange(min=1), metavar="N", help="CPU threads.  [default: one per core]")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of streaming.")
 def generate_command(bundle: Path, **options: Any) -> None:
@@ -142,6 +143,7 @@ def _generate(
     draft_tokens: int | None,
     stop_token_id: tuple[int, ...],
     logit_bias: tuple[tuple[int, float], ...],
+    precision: Precision,
     threads: int | None,
     as_json: bool,
     **given: Any,
@@ -155,7 +157,7 @@ def _generate(
         num_draft_tokens=draft_tokens, stop_token_ids=stop_token_id, logit_bias=dict(logit_bias), **given
     )
     progress = ui.ConsoleProgress(err, transient=True)
-    with _open_runtime(bundle, threads, progress) as runtime:
+    with _open_runtime(bundle, precision, threads, progress) as runtime:
         ids = _prompt_ids(runtime, text, chat, system)
         logger.debug("prompt token ids: %s", ids)
         generation = runtime.generate(ids, params)
@@ -168,12 +170,12 @@ def _generate(
             _report_stats(bundle, runtime, generation)
 
 
-def _open_runtime(bundle: Path, threads: int | None, progress: ui.ConsoleProgress) -> Any:
+def _open_runtime(bundle: Path, precision: Precision, threads: int | None, progress: ui.ConsoleProgress) -> Any:
     from xpress_export.manifest import read_manifest
     from xpress_export.runtime import Runtime
 
     with progress.step("Opening the bundle", total=read_manifest(bundle).num_bytes) as advance:
-        return Runtime.open(bundle, num_threads=threads, on_verify=advance)
+        return Runtime.open(bundle, precision=precision, num_threads=threads, on_verify=advance)
 
 
 def _after_prefill(generation: Any, progress: ui.ConsoleProgress) -> Iterator[Any]:
