@@ -100,35 +100,47 @@ def tell_apart(arms: Sequence[Arm]) -> list[Arm]:
 
 
 def evaluate(
-    benchmarks: dict[str, list[str]], arms: Sequence[Arm], max_new_tokens: int, progress: Progress | None = None
+    benchmarks: dict[str, list[str]],
+    arms: Sequence[Arm],
+    max_new_tokens: int,
+    progress: Progress | None = None,
+    *,
+    temperature: float = 0.0,
+    seed: int = 0,
 ) -> list[Row]:
-    """Run every prompt in plain decoding and in every arm; one row per benchmark and arm, plain decoding first."""
+    """Run every prompt in plain decoding and in every arm; one row per benchmark and arm, plain decoding first.
+
+    temperature: above 0, all arms draw with the same `seed`, so their answers are still the same tokens.
+    """
     if not arms:
         raise RequestError("there is nothing to evaluate: the bundle has no drafter, or no mode was left")
     progress, rows = progress or Silent(), []
     for name, prompts in benchmarks.items():
         with progress.step(f"Evaluating {name}", total=len(prompts) * (1 + len(arms))) as advance:
             results: list[list[Result]] = [[] for _ in range(1 + len(arms))]
+            common = SamplingParams(
+                max_new_tokens=max_new_tokens, temperature=temperature, seed=seed if temperature else None
+            )
             for prompt in prompts:
-                for collected, result in zip(results, _run(prompt, arms, max_new_tokens), strict=True):
+                for collected, result in zip(results, _run(prompt, arms, common), strict=True):
                     collected.append(result)
                     advance(1)
         rows += [_row(name, arm, found, results[0]) for arm, found in zip((None, *arms), results, strict=True)]
     return rows
 
 
-def _run(prompt: str, arms: Sequence[Arm], max_new_tokens: int) -> Iterator[Result]:
-    plain = _generate(Arm("target", arms[0].runtime, names.MODE_TARGET), prompt, max_new_tokens)
+def _run(prompt: str, arms: Sequence[Arm], common: SamplingParams) -> Iterator[Result]:
+    plain = _generate(Arm("target", arms[0].runtime, names.MODE_TARGET), prompt, common)
     yield plain
     for arm in arms:
-        result = _generate(arm, prompt, max_new_tokens)
+        result = _generate(arm, prompt, common)
         if result.token_ids != plain.token_ids:
             raise RequestError(f"{arm.label} gave other tokens than plain decoding for the prompt {prompt[:60]!r}")
         yield result
 
 
-def _generate(arm: Arm, prompt: str, max_new_tokens: int) -> Result:
-    params = SamplingParams(max_new_tokens=max_new_tokens, mode=arm.mode, refine_passes=arm.refine_passes)
+def _generate(arm: Arm, prompt: str, common: SamplingParams) -> Result:
+    params = replace(common, mode=arm.mode, refine_passes=arm.refine_passes)
     return arm.runtime.generate(prompt, params).result()
 
 

@@ -98,3 +98,15 @@ def test_the_command_refuses_a_bad_sweep(tiny_bundle: Path, tmp_path: Path) -> N
     done = CliRunner().invoke(cli, ["eval", *arguments])
     assert done.exit_code == 2
     assert "range A..B" in done.output
+
+
+def test_sampled_answers_are_the_same_tokens_in_every_arm(tiny_bundle: Path) -> None:
+    """One seed for all arms; another seed gives other answers."""
+    with Runtime.open(tiny_bundle) as runtime:
+        arms = arms_of(runtime)
+        found = [
+            evaluate({"own": ["hello there", "one two"]}, arms, 16, temperature=0.7, seed=seed) for seed in (1, 1, 2)
+        ]
+    counts = [[(row.arm, row.tau, row.num_tokens) for row in rows] for rows in found]
+    assert [row.arm for row in found[0]] == ["target", "dflash", "xpress"]
+    assert counts[0] == counts[1] != counts[2]
