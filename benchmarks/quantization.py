@@ -29,6 +29,7 @@ from xpress_export.calibration.bundles import link_rest
 from xpress_export.calibration.calibrate import CalibrateOptions, calibrate, save_scales
 from xpress_export.calibration.quantize import QuantizeOptions, quantize
 from xpress_export.calibration.runtimes import answer, runtime_of
+from xpress_export.calibration.scales import read_scales
 from xpress_export.console import ConsoleProgress, make_console
 from xpress_export.manifest import Manifest, read_manifest, write_manifest
 from xpress_export.platforms import QUANTIZED
@@ -40,19 +41,26 @@ LIMITS = {"int8": 5.0, "fp8": 2.0, "int8-weight": 0.5}
 MAX_TAU_LOSS = 3.0
 
 
-def quality(bundle: Path, calibration: Path, held_out: Sequence[Path], samples: int, per_file: int) -> bool:
+def quality(
+    bundle: Path, calibration: Path, held_out: Sequence[Path], samples: int, per_file: int, scales: Path | None
+) -> bool:
     """Print the judged figures; true if all are within their limits."""
     progress = ConsoleProgress(make_console(stderr=True))
     prompts = [prompt for path in held_out for prompt in read_prompts(path, per_file)]
     passed = True
     with tempfile.TemporaryDirectory(dir=bundle.resolve().parent) as place:
         folder = _copy(bundle, Path(place) / "bundle")
-        save_scales(folder, calibrate(folder, CalibrateOptions(prompts=calibration, samples=samples), progress), None)
+        measured = read_scales(scales) if scales else None
+        if measured is None:
+            measured = calibrate(folder, CalibrateOptions(prompts=calibration, samples=samples), progress)
+        save_scales(folder, measured, None)
         for precision in QUANTIZED:
             alpha = ALPHA if precision == "int8" else None
             manifest = quantize(folder, QuantizeOptions(precision=precision, smoothquant=alpha), progress)
         own = manifest.precision
-        print(f"calibrated on {samples} prompts of {calibration.name}; {len(prompts)} held-out prompts")
+        print(
+            f"calibrated on {measured.dataset.samples} prompts of {calibration.name}; {len(prompts)} held-out prompts"
+        )
         graphs = load_graphs(folder, manifest, {})
         with runtime_of(folder, manifest, graphs) as runtime, progress.step("Answers", total=len(prompts)) as advance:
             passages = []
@@ -198,6 +206,7 @@ def main() -> None:
     one.add_argument("bundle", type=Path)
     one.add_argument("--calibration", type=Path, required=True)
     one.add_argument("--held-out", type=Path, nargs="+", required=True)
+    one.add_argument("--scales", type=Path, help="of an earlier `calibrate` of this bundle, instead of a new one")
     one.add_argument("--samples", type=int, default=64)
     one.add_argument("--per-file", type=int, default=8)
     two = commands.add_parser("speed")
@@ -210,7 +219,9 @@ def main() -> None:
     three.add_argument("--calibration", type=Path)
     asked = parser.parse_args()
     if asked.command == "quality":
-        sys.exit(not quality(asked.bundle, asked.calibration, asked.held_out, asked.samples, asked.per_file))
+        sys.exit(
+            not quality(asked.bundle, asked.calibration, asked.held_out, asked.samples, asked.per_file, asked.scales)
+        )
     elif asked.command == "speed":
         speed(asked.bundle, asked.tokens, asked.repeats, asked.include)
     else:

@@ -54,7 +54,7 @@ class DataFile:
         return self._placed[name]
 
     def _write(self, name: str, array: Array) -> ir.TensorProtocol:
-        tensor = ir.tensor(np.ascontiguousarray(array), name=name)
+        tensor = ir.tensor(np.require(array, requirements="C"), name=name)  # keeps a scalar a scalar
         if array.nbytes <= _INLINE_BYTES:
             return tensor
         with (self.folder / self.name).open("ab") as out:

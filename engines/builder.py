@@ -143,8 +143,8 @@ def _check_shape(tensor: Any, shapes: tuple[tuple[int, ...], ...], profile: str)
 
 def require_precision(facts: NetworkFacts, precision: str, role: str) -> None:
     """An engine that was asked for a precision has to compute some of its matrix products in it."""
-    found = {key.removesuffix(" weights") for key in facts.flops}
-    if precision not in found:
+    wanted = precision.replace("-weight", " weights")
+    if wanted not in facts.flops:
         shares = ", ".join(f"{facts.share(key):.0%} {key}" for key in facts.flops) or "nothing"
         raise EngineBuildError(
             f"the {role} engine was asked for in {precision}, but its matrix products compute in {shares}; "

@@ -269,7 +269,7 @@ def _record(plan: BundlePlan, engine: EnginePlan) -> EngineRecord:
         backend=plan.library.backend,
         version=plan.library.version,
         driver=plan.gpu.driver if plan.gpu else None,
-        precision=plan.precision,
+        precision=engine.precision,
         lowering=plan.lowering,
         layout=o.layout,
         max_context=plan.sizes.max_context,

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from xpress_export import platforms
 from xpress_export.errors import EngineBuildError
+from xpress_export.precision import Precision
 from xpress_export.records import HARDWARE_LEVELS, LAYOUTS
 
 BACKENDS = (platforms.TENSORRT, platforms.TENSORRT_RTX)
@@ -18,7 +19,7 @@ MIB = 1 << 20
 class CompileOptions:
     """Where the engines are to run, and the sizes and limits they are built with.
 
-    precision: None, or what the bundle's graphs must be in. backend: None: the TensorRT that is installed.
+    precision: of the graphs, as in `xpress_export.precision`. backend: None: the TensorRT that is installed.
     max_context: tokens of prompt and answer; None: what the bundle was exported for. max_batch: slots.
     block: slots of a draft block; None: the drafter's own. chunk: prompt tokens that one call takes.
     workspace_mb: scratch memory a layer may use, None: no limit. tactic_mb: device memory for trying kernels.
@@ -28,7 +29,7 @@ class CompileOptions:
     """
 
     platform: str
-    precision: str | None = None
+    precision: Precision = None
     backend: str | None = None
     layout: str = "split"
     lowering: str | None = None

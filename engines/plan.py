@@ -16,19 +16,19 @@ from xpress_export.engines.onnx_file import Operators, read_operators
 from xpress_export.engines.operators import check_operators
 from xpress_export.engines.options import MIB, CompileOptions
 from xpress_export.engines.profiles import Sizes, derive_profiles, input_shapes
-from xpress_export.errors import EngineBuildError, PlatformError
+from xpress_export.errors import EngineBuildError
 from xpress_export.gpu import Gpu
 from xpress_export.manifest import GraphRecord, Manifest, ProfileRecord
 from xpress_export.platforms import Platform
-
-_NEEDS_HARDWARE = ("int8", "int4", "fp8", "fp4")
+from xpress_export.precision import choose_precisions
 
 
 @dataclass(frozen=True, kw_only=True)
 class EnginePlan:
-    """One engine to be built. weight_bytes: of the files its graph refers to. why: of the lowering."""
+    """One engine to be built. precision: what its graph is in. weight_bytes: of the files its graph refers to."""
 
     role: str
+    precision: str
     graph: GraphRecord
     operators: Operators
     profiles: tuple[ProfileRecord, ...]
@@ -44,7 +44,7 @@ class EnginePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class BundlePlan:
-    """What `compile` is going to do with one bundle. reason: why this lowering."""
+    """What `compile` is going to do with one bundle. base: precision of its own graphs. reason: why this lowering."""
 
     folder: Path
     options: CompileOptions
@@ -52,7 +52,7 @@ class BundlePlan:
     library: Library
     gpu: Gpu | None
     sm: int
-    precision: str
+    base: str
     lowering: str
     reason: str
     sizes: Sizes
@@ -66,7 +66,7 @@ class BundlePlan:
             role=engine.role,
             backend=self.library.backend,
             sm=self.sm,
-            precision=self.precision,
+            precision=engine.precision,
             graph=self.folder / engine.graph.file,
             static=static,
             profiles={p.name: input_shapes(engine.graph, p, static) for p in engine.profiles},
@@ -78,7 +78,7 @@ class BundlePlan:
             hardware_compat=o.hardware_compat,
             version_compatible=o.version_compatible,
             timing_cache=self._timing_cache(),
-            unfused_attention=self.precision == "fp32",
+            unfused_attention=self.base == "fp32",
             must_show=engine.role != names.REFINER or "QuantizeLinear" in engine.operators.counts,
         )
 
@@ -91,18 +91,23 @@ class BundlePlan:
 
 def plan_bundle(folder: Path, manifest: Manifest, options: CompileOptions, gpu: Gpu | None) -> BundlePlan:
     """Decide what to build and refuse what cannot be: the platform, the precision, the operators, the sizes."""
-    precision = _precision(manifest, options)
-    platform = platforms.require(options.platform, precision)
+    asked = options.precision
+    for precision in asked.values() if isinstance(asked, Mapping) else filter(None, (asked,)):
+        platforms.require(options.platform, precision)
+    precisions = choose_precisions(manifest, asked)
+    platform = platforms.require(options.platform, manifest.precision)
+    for precision in precisions.values():
+        platforms.require(options.platform, precision)
     library = libraries.choose(platform, options.backend, gpu)
     library.check_portability(options.hardware_compat, options.version_compatible, options.timing_cache is not None)
     lowering, reason = _lowering(library, options)
-    graphs = _graphs(manifest, lowering, reason)
+    graphs = _graphs(manifest, precisions, lowering, reason)
     sizes = _sizes(manifest, options)
     assert platform.sm is not None
     cache = Cache(options.cache_dir, options.cache_bytes) if options.cache_dir is not None else None
-    shared = _shared_facts(library, gpu, platform.sm, precision, options)
+    shared = _shared_facts(library, gpu, platform.sm, options)
     engines = tuple(
-        _plan_engine(folder, manifest, role, graph, sizes, shared, options)
+        _plan_engine(folder, manifest, role, precisions[role], graph, sizes, shared, options)
         for role, graph in graphs.items()
         if not options.roles or role in options.roles
     )
@@ -115,7 +120,7 @@ def plan_bundle(folder: Path, manifest: Manifest, options: CompileOptions, gpu: 
         library=library,
         gpu=gpu if not library.target_sms else None,
         sm=platform.sm,
-        precision=precision,
+        base=manifest.precision,
         lowering=lowering,
         reason=reason,
         sizes=sizes,
@@ -132,34 +137,21 @@ def check_memory(plan: BundlePlan, missing: list[EnginePlan]) -> None:
         memory.require_memory(largest.role, plan.library.backend, largest.weight_bytes, num_jobs)
 
 
-def _precision(manifest: Manifest, options: CompileOptions) -> str:
-    """The precision of the graphs; asking for another is a mistake about where precision lies."""
-    asked = options.precision or manifest.precision
-    platforms.require(options.platform, asked)
-    if asked != manifest.precision:
-        how = "calibrate it for" if asked in _NEEDS_HARDWARE else "build it with --precision"
-        raise PlatformError(
-            f"the graphs of this bundle are {manifest.precision}, and an engine computes in what its graph is written "
-            f"in: {how} {asked} first, or leave out --precision"
-        )
-    return asked
-
-
 def _lowering(library: Library, options: CompileOptions) -> tuple[str, str]:
     if options.lowering is not None:
         return options.lowering, "it was asked for"
     return platforms.lowering_for(library.backend, library.version)
 
 
-def _graphs(manifest: Manifest, lowering: str, reason: str) -> Mapping[str, GraphRecord]:
-    if lowering == platforms.NATIVE:
-        return manifest.graphs
-    if not manifest.decomposed:
+def _graphs(manifest: Manifest, precisions: Mapping[str, str], lowering: str, reason: str) -> Mapping[str, GraphRecord]:
+    decomposed = lowering != platforms.NATIVE
+    found = {role: manifest.graph(role, chosen, decomposed=decomposed) for role, chosen in precisions.items()}
+    if not all(found.values()):
         raise EngineBuildError(
             f"decomposed graphs are needed ({reason}), and this bundle was exported without; "
             f"build it again with this version of xpress-export, for --platform jetson-orin for example"
         )
-    return manifest.decomposed
+    return {role: record for role, record in found.items() if record is not None}
 
 
 def _sizes(manifest: Manifest, options: CompileOptions) -> Sizes:
@@ -177,16 +169,13 @@ def _sizes(manifest: Manifest, options: CompileOptions) -> Sizes:
     return Sizes(max_context=context, max_batch=options.max_batch, chunk=options.chunk, block=block)
 
 
-def _shared_facts(
-    library: Library, gpu: Gpu | None, sm: int, precision: str, options: CompileOptions
-) -> dict[str, Any]:
+def _shared_facts(library: Library, gpu: Gpu | None, sm: int, options: CompileOptions) -> dict[str, Any]:
     """What all engines of a bundle's platform have in their cache key."""
     return {
         "backend": library.backend,
         "version": library.version,
         "sm": sm,
         "driver": gpu.driver if gpu is not None and not library.target_sms else None,
-        "precision": precision,
         "hardware_compat": options.hardware_compat,
         "version_compatible": options.version_compatible,
         "workspace_mb": options.workspace_mb,
@@ -199,6 +188,7 @@ def _plan_engine(
     folder: Path,
     manifest: Manifest,
     role: str,
+    precision: str,
     graph: GraphRecord,
     sizes: Sizes,
     shared: Mapping[str, Any],
@@ -209,6 +199,7 @@ def _plan_engine(
     key = cache_key(
         {
             **shared,
+            "precision": precision,
             "graph": files[graph.file].sha256,
             "weights": [files[path].sha256 for path in graph.data],
             "static": sizes.static,
@@ -217,20 +208,22 @@ def _plan_engine(
     )
     return EnginePlan(
         role=role,
+        precision=precision,
         graph=graph,
         operators=read_operators(folder / graph.file),
         profiles=profiles,
-        weight_bytes=_weight_bytes(manifest, role, graph),
+        weight_bytes=_weight_bytes(manifest, role, precision, graph),
         key=key,
-        name=f"{role}.{options.platform}.{manifest.precision}.{key[:12]}",
+        name=f"{role}.{options.platform}.{precision}.{key[:12]}",
     )
 
 
-def _weight_bytes(manifest: Manifest, role: str, graph: GraphRecord) -> int:
-    """Bytes of the weight files a graph uses. Of another model's file it reads embedding and head at most."""
+def _weight_bytes(manifest: Manifest, role: str, precision: str, graph: GraphRecord) -> int:
+    """Bytes of the weight files a graph uses. Of another graph's file it reads embedding and head at most."""
     files = {file.path: file.num_bytes for file in manifest.files}
     size = 4 if manifest.precision == "fp32" else 2
     borrowed = 2 * manifest.target.vocab_size * manifest.target.hidden_size * size
-    own = [path for path in graph.data if path.endswith(f"/{role}.data")]
+    stem = role if precision == manifest.precision else f"{role}.{precision}"
+    own = [path for path in graph.data if path.endswith(f"/{stem}.data")]
     others = sum(files[path] for path in graph.data if path not in own)
     return sum(files[path] for path in own) + min(others, borrowed)

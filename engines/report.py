@@ -25,7 +25,7 @@ def build_report(plan: BundlePlan, engine: EnginePlan, job: BuildJob, result: Bu
         "backend": plan.library.backend,
         "version": result.version,
         "gpu": asdict(plan.gpu) if plan.gpu else None,
-        "precision": plan.precision,
+        "precision": engine.precision,
         "lowering": plan.lowering,
         "lowering_reason": plan.reason,
         "evidence": "compiled: a TensorRT builder accepted the graph; nothing ran",

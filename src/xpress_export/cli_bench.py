@@ -11,6 +11,8 @@ import click
 from rich.table import Table
 
 from xpress_export import console as ui
+from xpress_export.cli_precision import PRECISION
+from xpress_export.precision import Precision
 
 if TYPE_CHECKING:
     from xpress_export.runtime.bench import BenchReport, Spread
@@ -46,6 +48,7 @@ class _Numbers(click.ParamType[tuple[int, ...]]):
 @click.option("--max-new-tokens", type=click.IntRange(min=2), default=64, metavar="N", help="At most, per answer.")
 @click.option("--ignore-eos", is_flag=True, help="Every answer has --max-new-tokens tokens, sense or not.")
 @click.option("--rounds", type=click.IntRange(min=1), default=3, metavar="R", help="Repetitions, interleaved.")
+@PRECISION
 @click.option("--threads", type=click.IntRange(min=1), metavar="N", help="CPU threads.  [default: one per core]")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Also write a page with plots.")
@@ -81,6 +84,7 @@ def _measure(
     max_new_tokens: int,
     ignore_eos: bool,
     rounds: int,
+    precision: Precision,
     threads: int | None,
 ) -> BenchReport:
     from xpress_export.runtime.bench import PROMPTS, BenchOptions, bench
@@ -94,6 +98,7 @@ def _measure(
         max_new_tokens=max_new_tokens,
         rounds=rounds,
         ignore_eos=ignore_eos,
+        precision=precision,
         num_threads=threads,
     )
     return bench(bundle, options, ui.ConsoleProgress(ui.make_console(stderr=True)))

@@ -18,6 +18,8 @@ from rich.text import Text
 
 from xpress_export import console as ui
 from xpress_export import names, platforms
+from xpress_export.cli_precision import PRECISION
+from xpress_export.precision import Precision
 from xpress_export.records import HARDWARE_LEVELS, LAYOUTS
 
 err = ui.make_console(stderr=True)
@@ -34,11 +36,7 @@ def default_cache_dir() -> Path:
 @click.command("compile")
 @BUNDLE
 @click.option("--platform", required=True, metavar="P", help="Where the engines run; see `xpress-export platforms`.")
-@click.option(
-    "--precision",
-    type=click.Choice(platforms.PRECISIONS),
-    help="Check that the graphs are in it.  [default: what they are in]",
-)
+@PRECISION
 @click.option(
     "--backend",
     type=click.Choice([platforms.TENSORRT, platforms.TENSORRT_RTX]),
@@ -222,12 +220,20 @@ def cache_clear(cache_dir: Path | None) -> None:
 @BUNDLE
 @click.argument("role", type=click.Choice(names.ROLES))
 @click.option("--lowering", type=click.Choice(platforms.LOWERINGS), default=platforms.NATIVE, help="Which form.")
+@PRECISION
 @click.option("--capacity", type=click.IntRange(min=1), required=True, metavar="N", help="Rows of each cache.")
 @click.option("--max-batch", type=click.IntRange(min=1), default=1, metavar="N", help="Slots.")
 @click.option("--chunk", type=click.IntRange(min=1), default=512, metavar="N", help="Prompt tokens of one call.")
 @click.option("--out", "folder", type=click.Path(path_type=Path, file_okay=False), required=True, help="Folder.")
 def graph_command(
-    bundle: Path, role: str, lowering: str, capacity: int, max_batch: int, chunk: int, folder: Path
+    bundle: Path,
+    role: str,
+    precision: Precision,
+    lowering: str,
+    capacity: int,
+    max_batch: int,
+    chunk: int,
+    folder: Path,
 ) -> None:
     """Write one graph of BUNDLE with a fixed cache capacity, and print the trtexec command that builds it.
 
@@ -238,7 +244,7 @@ def graph_command(
 
     manifest = read_manifest(bundle)
     folder.mkdir(parents=True, exist_ok=True)
-    out.print(write_for_trtexec(bundle, manifest, role, lowering, capacity, max_batch, chunk, folder))
+    out.print(write_for_trtexec(bundle, manifest, role, precision, lowering, capacity, max_batch, chunk, folder))
 
 
 def print_engine(bundle: Path, role: str, platform: str | None, as_json: bool) -> None:

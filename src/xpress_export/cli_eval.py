@@ -13,8 +13,11 @@ import click
 from rich.table import Table
 
 from xpress_export import console as ui
+from xpress_export.cli_precision import PRECISION
+from xpress_export.precision import Precision
 
 if TYPE_CHECKING:
+    from xpress_export.runtime import Runtime
     from xpress_export.runtime.evaluate import Row
     from xpress_export.trio_eval import Heads
 
@@ -33,6 +36,7 @@ CHECKED = "computed by checking each draft against the target's own answers; no 
 @click.option("--refine-passes", metavar="A..B", help="Also sweep the refiner's passes, e.g. 0..7 or 1,2,4.")
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="At most N prompts of each file.")
 @click.option("--max-new-tokens", type=click.IntRange(min=2), default=128, metavar="N", show_default=True)
+@PRECISION
 @click.option("--threads", type=click.IntRange(min=1), metavar="N", help="CPU threads.  [default: one per core]")
 @click.option("--target", metavar="T", help="Of a trio: folder, Hugging Face id or .gguf file.")
 @click.option("--drafter", metavar="D", help="Of a trio, where no folder holds its drafter and refiner.")
@@ -83,6 +87,7 @@ class _Request:
     passes: list[int]
     limit: int | None
     max_new_tokens: int
+    precision: Precision
     threads: int | None
     target: str | None
     drafter: str | None
@@ -124,14 +129,19 @@ def _of_trios(trios: Sequence[Heads], request: _Request) -> list[Row]:
     return evaluate_trios(trios, request.prompts, settings, _progress())
 
 
-def _of_bundles(bundles: Sequence[Path], request: _Request) -> list[Row]:
+def _open(bundle: Path, request: _Request) -> Runtime:
     from xpress_export.runtime import Runtime
+
+    return Runtime.open(bundle, precision=request.precision, num_threads=request.threads)
+
+
+def _of_bundles(bundles: Sequence[Path], request: _Request) -> list[Row]:
     from xpress_export.runtime.evaluate import arms_of, evaluate, read_prompts, tell_apart
 
     benchmarks = {path.stem: read_prompts(path, request.limit) for path in request.prompts}
     with contextlib.ExitStack() as stack:
         progress = _progress()
-        runtimes = [stack.enter_context(Runtime.open(bundle, num_threads=request.threads)) for bundle in bundles]
+        runtimes = [stack.enter_context(_open(bundle, request)) for bundle in bundles]
         arms = [arm for runtime in runtimes for arm in arms_of(runtime, request.modes, request.passes)]
         return evaluate(benchmarks, tell_apart(arms), request.max_new_tokens, progress)
 

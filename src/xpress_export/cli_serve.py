@@ -9,6 +9,8 @@ from typing import Any
 import click
 
 from xpress_export import console as ui
+from xpress_export.cli_precision import PRECISION
+from xpress_export.precision import Precision
 
 err = ui.make_console(stderr=True)
 KEY_VARIABLE = "XPRESS_EXPORT_API_KEY"
@@ -29,6 +31,7 @@ KEY_VARIABLE = "XPRESS_EXPORT_API_KEY"
 @click.option(
     "--kv-budget-mb", type=click.IntRange(min=1), metavar="N", help="Memory for caches.  [default: half of all]"
 )
+@PRECISION
 @click.option("--threads", type=click.IntRange(min=1), metavar="N", help="CPU threads.  [default: one per core]")
 @click.option(
     "--api-key",
@@ -64,6 +67,7 @@ def _serve(
     max_queue: int,
     default_max_tokens: int | None,
     kv_budget_mb: int | None,
+    precision: Precision,
     threads: int | None,
     api_keys: tuple[str, ...],
     served_model_name: str | None,
@@ -87,6 +91,7 @@ def _serve(
         with ui.ConsoleProgress(err, transient=True).step("Opening the bundle", total=num_bytes) as advance:
             runtime = Runtime.open(
                 bundle,
+                precision=precision,
                 num_slots=slots,
                 num_threads=threads,
                 max_queue=max_queue,

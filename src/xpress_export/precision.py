@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from xpress_export import names
 from xpress_export.errors import BundleError
 from xpress_export.manifest import Manifest
+from xpress_export.platforms import QUANTIZED
 
 Precision = str | Mapping[str, str] | None
 """One for all models, one for each of some models, or None: what the bundle was built to run in."""
@@ -49,7 +50,8 @@ def choose_precisions(manifest: Manifest, asked: Precision) -> dict[str, str]:
 
 def _lacks(manifest: Manifest, what: str, precision: str) -> BundleError:
     has = "; ".join(f"{role}: {', '.join(manifest.precisions(role))}" for role in manifest.roles)
-    return BundleError(
-        f"the bundle has {what} in {precision} (it has {has}); "
-        f"add it with `xpress-export quantize BUNDLE --precision {precision}`"
-    )
+    if precision in QUANTIZED:
+        how = f"add it with `xpress-export quantize BUNDLE --precision {precision}`"
+    else:
+        how = f"build a bundle with `xpress-export build --precision {precision}`"
+    return BundleError(f"the bundle has {what} in {precision} (it has {has}); {how}")

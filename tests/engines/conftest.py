@@ -1,13 +1,14 @@
 """Bundles to compile, a simulated TensorRT, and the real TensorRT-RTX where it is installed.
 
 half_bundle         session   the tiny trio in float16, both lowerings
-int8_bundle, fp8    session   the same with stand-in scales (benchmarks/stand_in_scales.py)
+quantized_bundle    session   the same, calibrated, with a variant of target and drafter in every precision
 bundle              function  a copy of half_bundle to add engines to
 simulated           function  installs a simulated `tensorrt` of a given version as the module of that name
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import importlib.util
 import shutil
@@ -19,11 +20,15 @@ from typing import Any
 
 import pytest
 
+from xpress_export import platforms
+from xpress_export.calibration.calibrate import CalibrateOptions, calibrate, save_scales
+from xpress_export.calibration.quantize import QuantizeOptions, quantize
 from xpress_export.engines import compile as compile_module
 from xpress_export.engines import libraries, memory
 from xpress_export.engines.job import BuildJob, BuildResult
 from xpress_export.engines.libraries import Library
 from xpress_export.exporter.export import export
+from xpress_export.manifest import read_manifest, write_manifest
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,7 +44,6 @@ def load_file(path: Path, name: str) -> ModuleType:
 
 
 fake_tensorrt = load_file(Path(__file__).with_name("fake_tensorrt.py"), "fake_tensorrt")
-stand_in_scales = load_file(ROOT / "benchmarks" / "stand_in_scales.py", "stand_in_scales")
 
 
 @pytest.fixture(scope="session")
@@ -52,13 +56,17 @@ def half_bundle(tiny_trio: Any, trace_once: Any, tmp_path_factory: pytest.TempPa
 
 
 @pytest.fixture(scope="session")
-def int8_bundle(half_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return stand_in_scales.quantize_bundle(half_bundle, tmp_path_factory.mktemp("int8") / "bundle", "int8")
-
-
-@pytest.fixture(scope="session")
-def fp8_bundle(half_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return stand_in_scales.quantize_bundle(half_bundle, tmp_path_factory.mktemp("fp8") / "bundle", "fp8")
+def quantized_bundle(half_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """fc and lm_head are quantized too, so that nearly all products are."""
+    folder = tmp_path_factory.mktemp("quantized") / "bundle"
+    shutil.copytree(half_bundle, folder)
+    calibrated = CalibrateOptions(prompts=None, samples=2, max_new_tokens=8, allow_dead=True, num_threads=1)
+    save_scales(folder, calibrate(folder, calibrated), None)
+    manifest = read_manifest(folder)
+    write_manifest(folder, dataclasses.replace(manifest, platform="dgx-spark"))  # which has all four
+    for precision in platforms.QUANTIZED:
+        quantize(folder, QuantizeOptions(precision=precision, include=("fc", "lm_head")))
+    return folder
 
 
 @pytest.fixture

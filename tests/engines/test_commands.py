@@ -78,7 +78,7 @@ def test_graph_for_trtexec(bundle: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (["--platform", "l4", "--precision", "fp8"], "the graphs of this bundle are fp16"),
+        (["--platform", "l4", "--precision", "fp8"], "the bundle has no model in fp8"),
         (["--platform", "l4", "--max-context", "601"], "more than the 600 tokens the bundle was exported for"),
         (["--platform", "l4", "--block", "9"], "more than the 8 slots the drafter was trained for"),
         (["--platform", "l4", "--max-context", "4"], "less than one block of 8 tokens"),

@@ -22,7 +22,13 @@ OF_SM = {75: "t4", 80: "a100", 86: "a10", 89: "l4", 120: "rtx-5090"}
 ONE_PROFILE = (80, 86)
 """Where only the short profile is built, to save time: their kernels are those of 89, which builds both."""
 
-MATRIX = [("fp16", sm) for sm in OF_SM] + [("int8", sm) for sm in OF_SM] + [("fp8", sm) for sm in (89, 120)]
+MATRIX = [
+    *(("fp16", sm) for sm in OF_SM),
+    *(("int8", sm) for sm in OF_SM),
+    *(("fp8", sm) for sm in (89, 120)),
+    *(("int8-weight", sm) for sm in (75, 89)),
+    *(("int4-weight", sm) for sm in (80, 120)),
+]
 
 
 def build(library: Library, bundle: Path, tmp_path: Path, role: str, **options: object) -> BuildResult:
@@ -39,13 +45,11 @@ def build(library: Library, bundle: Path, tmp_path: Path, role: str, **options: 
 
 
 @pytest.mark.parametrize(("precision", "sm"), MATRIX)
-def test_every_graph_builds(
-    precision: str, sm: int, request: pytest.FixtureRequest, rtx: Library, tmp_path: Path
-) -> None:
-    bundle = request.getfixturevalue({"fp16": "half_bundle"}.get(precision, f"{precision}_bundle"))
+def test_every_graph_builds(precision: str, sm: int, quantized_bundle: Path, rtx: Library, tmp_path: Path) -> None:
     for role in names.ROLES:
-        result = build(rtx, bundle, tmp_path, role, platform=OF_SM[sm], max_batch=2)
-        share = result.flops[precision] / sum(result.flops.values())
+        result = build(rtx, quantized_bundle, tmp_path, role, platform=OF_SM[sm], max_batch=2, precision=precision)
+        found = precision if role != names.REFINER else "fp16"
+        share = result.flops[found.replace("-weight", " weights")] / sum(result.flops.values())
         assert share > 0.9, f"{role}: {result.flops}"
         assert result.unfused_attention == 0, f"{role}: attention has no fused kernel on sm_{sm}"
         assert bool(result.adjusted) == (sm == 75 and role == names.DRAFTER), result.adjusted
@@ -56,6 +60,12 @@ def test_decomposed_graphs_build(sm: int, half_bundle: Path, rtx: Library, tmp_p
     for role in (names.TARGET, names.DRAFTER):
         result = build(rtx, half_bundle, tmp_path, role, platform=OF_SM[sm], lowering="decomposed")
         assert result.attention == 0 and result.flops["fp16"] > 0
+
+
+def test_decomposed_int8_graphs_build(quantized_bundle: Path, rtx: Library, tmp_path: Path) -> None:
+    options = {"platform": "l4", "lowering": "decomposed", "precision": "int8"}
+    result = build(rtx, quantized_bundle, tmp_path, names.TARGET, **options)
+    assert result.flops["int8"] / sum(result.flops.values()) > 0.9
 
 
 def test_float32_runs_without_fused_attention(tiny_bundle: Path, rtx: Library, tmp_path: Path) -> None:
@@ -70,17 +80,19 @@ def test_refused_before_any_work(platform: str, precision: str, half_bundle: Pat
         planning.plan_bundle(half_bundle, read_manifest(half_bundle), asked, None)
 
 
-def test_fp8_graphs_are_refused_on_ampere_without_being_asked(fp8_bundle: Path) -> None:
+def test_fp8_graphs_are_refused_on_ampere_without_being_asked(quantized_bundle: Path) -> None:
+    manifest = dataclasses.replace(read_manifest(quantized_bundle), run_precision="fp8")
     with pytest.raises(PlatformError, match="use --precision int8"):
-        planning.plan_bundle(fp8_bundle, read_manifest(fp8_bundle), CompileOptions(platform="a100"), None)
+        planning.plan_bundle(quantized_bundle, manifest, CompileOptions(platform="a100"), None)
 
 
 @pytest.mark.parametrize(("sm", "platform"), [(80, "l4"), (86, "l4")])
-def test_the_table_is_right_about_fp8(sm: int, platform: str, fp8_bundle: Path, rtx: Library, tmp_path: Path) -> None:
+def test_the_table_is_right_about_fp8(
+    sm: int, platform: str, quantized_bundle: Path, rtx: Library, tmp_path: Path
+) -> None:
     """The builder itself refuses what the table refuses."""
-    plan = planning.plan_bundle(
-        fp8_bundle, read_manifest(fp8_bundle), CompileOptions(platform=platform, roles=("refiner",)), None
-    )
+    asked = CompileOptions(platform=platform, precision="fp8", roles=("drafter",))
+    plan = planning.plan_bundle(quantized_bundle, read_manifest(quantized_bundle), asked, None)
     job = dataclasses.replace(plan.job(plan.engines[0], tmp_path, tmp_path / "plan"), sm=sm)
     with pytest.raises(EngineBuildError, match="HW-specific datatypes: fp8"):
         engine_from_onnx(rtx, job, lambda *_: None)
