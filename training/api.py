@@ -251,6 +251,7 @@ class EvalOptions:
     limit: int | None = 64
     max_new_tokens: int = 128
     temperature: float = 0.0
+    seed: int = 0
     modes: tuple[str, ...] | None = None
     passes: tuple[int | None, ...] = ()
     block_size: int | None = None
@@ -329,6 +330,7 @@ def _data_options(options: EvalOptions, path: str, out: str, taps: tuple[int, ..
         max_prompt_tokens=1024,
         max_new_tokens=options.max_new_tokens + 1,  # the first token is the prefill's, not a draft's
         temperature=options.temperature,
+        seed=options.seed,
         limit=options.limit,
         wave=options.wave,
     )

@@ -24,7 +24,7 @@ _PAGE = """<!doctype html>
  .published { color: #6a737d; margin-top: 1rem } caption { text-align: left }
 </style>
 <h1>{{ title }}</h1>
-<p>{{ how[0] | upper }}{{ how[1:] }}; {{ max_new_tokens }} new tokens, greedy.
+<p>{{ how[0] | upper }}{{ how[1:] }}; {{ max_new_tokens }} new tokens.
  tau: tokens per verify step, mean over responses with its 95% confidence interval.</p>
 {% for benchmark, rows in groups %}
 <h2>{{ benchmark }} ({{ rows[0].num_prompts }} prompts)</h2>

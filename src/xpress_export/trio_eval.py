@@ -43,6 +43,8 @@ class TrioSettings:
     passes: tuple[int, ...]
     limit: int | None
     max_new_tokens: int
+    temperature: float = 0.0
+    seed: int = 0
 
 
 def heads_of(folder: Path) -> Heads | None:
@@ -73,6 +75,8 @@ def evaluate_trios(
                 work=work,
                 limit=settings.limit,
                 max_new_tokens=settings.max_new_tokens,
+                temperature=settings.temperature,
+                seed=settings.seed,
                 modes=settings.modes,
                 passes=settings.passes,
             )
