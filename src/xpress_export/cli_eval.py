@@ -36,6 +36,8 @@ CHECKED = "computed by checking each draft against the target's own answers; no 
 @click.option("--refine-passes", metavar="A..B", help="Also sweep the refiner's passes, e.g. 0..7 or 1,2,4.")
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="At most N prompts of each file.")
 @click.option("--max-new-tokens", type=click.IntRange(min=2), default=128, metavar="N", show_default=True)
+@click.option("--temperature", type=click.FloatRange(min=0), default=0.0, metavar="T", help="0: greedy.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, metavar="N", help="Of all modes, above temperature 0.")
 @PRECISION
 @click.option("--threads", type=click.IntRange(min=1), metavar="N", help="CPU threads.  [default: one per core]")
 @click.option("--target", metavar="T", help="Of a trio: folder, Hugging Face id or .gguf file.")
@@ -62,6 +64,7 @@ def evaluate_command(
     trios = _trios(paths, request)
     rows = _of_trios(trios, request) if trios else _of_bundles(paths, request)
     how = CHECKED if trios else EXECUTED
+    how += f"; temperature {request.temperature:g}, seed {request.seed}" if request.temperature else "; greedy"
     if len(prompts) > 1:
         from xpress_export.runtime.evaluate import overall
 
@@ -87,6 +90,8 @@ class _Request:
     passes: list[int]
     limit: int | None
     max_new_tokens: int
+    temperature: float
+    seed: int
     precision: Precision
     threads: int | None
     target: str | None
@@ -125,6 +130,8 @@ def _of_trios(trios: Sequence[Heads], request: _Request) -> list[Row]:
         passes=tuple(request.passes),
         limit=request.limit,
         max_new_tokens=request.max_new_tokens,
+        temperature=request.temperature,
+        seed=request.seed,
     )
     return evaluate_trios(trios, request.prompts, settings, _progress())
 
@@ -143,7 +150,14 @@ def _of_bundles(bundles: Sequence[Path], request: _Request) -> list[Row]:
         progress = _progress()
         runtimes = [stack.enter_context(_open(bundle, request)) for bundle in bundles]
         arms = [arm for runtime in runtimes for arm in arms_of(runtime, request.modes, request.passes)]
-        return evaluate(benchmarks, tell_apart(arms), request.max_new_tokens, progress)
+        return evaluate(
+            benchmarks,
+            tell_apart(arms),
+            request.max_new_tokens,
+            progress,
+            temperature=request.temperature,
+            seed=request.seed,
+        )
 
 
 def _progress() -> ui.ConsoleProgress:

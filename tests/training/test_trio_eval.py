@@ -64,6 +64,16 @@ def test_heads_side_by_side(tiny_trio: Any, prompts: Path, tmp_path: Path) -> No
         assert "no speed was measured" in text.replace("\n", " ")
 
 
+def test_sampled_answers(tiny_trio: Any, tiny_bundle: Path, prompts: Path, tmp_path: Path) -> None:
+    """Bundles and trios take a temperature and a seed, and say so."""
+    folder = trio_folder(tiny_trio, tmp_path / "run", "xpress")
+    common = ["--prompts", prompts, "--max-new-tokens", 12, "--temperature", 0.7, "--modes", "dflash"]
+    for named in ([tiny_bundle], [folder, "--target", tiny_trio.target]):
+        counts = [rows_of(run(*named, *common, "--seed", seed, "--json"))["dflash"] for seed in (1, 1, 2)]
+        assert counts[0]["tau"] == counts[1]["tau"] and counts[0]["num_tokens"] <= 24
+    assert "temperature 0.7, seed 0" in " ".join(run(folder, "--target", tiny_trio.target, *common).output.split())
+
+
 def test_a_row_is_the_mean_over_answers() -> None:
     walks = [
         Walk(source="a", tokens=8, steps=2, drafted=(2, 2, 2), accepted=(2, 2, 2)),
