@@ -30,11 +30,13 @@ def train() -> None:
 )
 @click.option("--out", required=True, type=click.Path(), metavar="D", help="Folder for the answers.")
 @click.option("--max-new-tokens", default=256, show_default=True, type=click.IntRange(min=2), metavar="N")
+@click.option("--max-prompt-tokens", default=512, show_default=True, type=click.IntRange(min=1), metavar="N")
 @click.option("--temperature", default=0.0, show_default=True, type=click.FloatRange(min=0), help="0: greedy.")
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="At most N prompts of each file.")
 @click.option(
     "--batch", default=64, show_default=True, type=click.IntRange(min=1), metavar="N", help="Answers at once."
 )
+@click.option("--precision", default="fp32", show_default=True, type=click.Choice(["fp32", "bf16"]))
 @click.option(
     "--store-features/--no-store-features", default=True, show_default=True, help="Keep hidden states on disk."
 )

@@ -68,7 +68,18 @@ def test_from_prompts_to_text(call: Any, tiny_trio: Any, prompts: Path, tmp_path
     """data, drafter, joint, refiner, build, generate: each reads what the one before it wrote."""
     target, data, toml = tiny_trio.target, tmp_path / "data", tmp_path / "run.toml"
     code, out, err = call(
-        "train", "data", "--target", target, "--prompts", prompts, "--out", data, "--max-new-tokens", 12
+        "train",
+        "data",
+        "--target",
+        target,
+        "--prompts",
+        prompts,
+        "--out",
+        data,
+        "--max-new-tokens",
+        12,
+        "--precision",
+        "bf16",
     )
     assert code == 0 and out.startswith("6 answers, "), err
 
