@@ -56,13 +56,14 @@ bench: $(VENV)/.bench
 	@$(BIN)/xpress-export build --preset smollm2-135m --out $(BUNDLE)
 	$(BIN)/python benchmarks/cpu_decode.py $(BUNDLE)
 
-# INT8 and FP8 graphs have stand-in scales here: they show what compiles, not what quality is left.
 matrix: $(VENV)/.dev
-	rm -rf bundles/matrix-int8 bundles/matrix-fp8
-	$(BIN)/xpress-export build --preset smollm2-135m --precision fp16 --out bundles/matrix-fp16
-	$(BIN)/python benchmarks/stand_in_scales.py bundles/matrix-fp16 int8 bundles/matrix-int8
-	$(BIN)/python benchmarks/stand_in_scales.py bundles/matrix-fp16 fp8 bundles/matrix-fp8
-	$(BIN)/python benchmarks/engines.py matrix bundles/matrix-fp16 bundles/matrix-int8 bundles/matrix-fp8
+	$(BIN)/xpress-export build --preset smollm2-135m --precision fp16 --out bundles/matrix
+	$(BIN)/xpress-export calibrate bundles/matrix --samples 8
+	$(BIN)/xpress-export quantize bundles/matrix --precision int8 --smoothquant 0.8
+	$(BIN)/xpress-export quantize bundles/matrix --precision fp8
+	$(BIN)/xpress-export quantize bundles/matrix --precision int8-weight
+	$(BIN)/xpress-export quantize bundles/matrix --precision int4-weight
+	$(BIN)/python benchmarks/engines.py matrix bundles/matrix
 
 clean:
 	rm -rf $(VENV) build dist bundles .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -3,8 +3,8 @@
     python benchmarks/engines.py matrix BUNDLE...            every bundle for every platform it can be built for here
     python benchmarks/engines.py overhead [--work DIR]       Qwen3-0.6B shapes: `compile` against direct calls
 
-BUNDLE is a float16 bundle (`build --precision fp16`); INT8 and FP8 come from `stand_in_scales.py`. Everything here is
-compiled by TensorRT-RTX without a GPU and nothing is executed. Times are those of the machine that prints them.
+BUNDLE is a float16 bundle (`build --precision fp16`), with variants of `quantize`. Everything here is compiled by
+TensorRT-RTX without a GPU and nothing is executed. Times are those of the machine that prints them.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from xpress_export.engines.onnx_file import write_with_sizes
 from xpress_export.engines.options import CompileOptions
 from xpress_export.engines.plan import plan_bundle
 from xpress_export.manifest import read_manifest
+from xpress_export.platforms import PLATFORMS as PLATFORM_TABLE
 
 PLATFORMS = {75: "t4", 80: "a100", 86: "a10", 89: "l4", 120: "rtx-5090", 121: "dgx-spark"}
 MAX_CONTEXT, BLOCK = 2032, 16  # 2048 rows of cache
@@ -43,24 +44,27 @@ QWEN = dict(
 
 
 def matrix(bundles: Sequence[Path], sms: Sequence[int]) -> None:
-    """Compile every bundle for every platform; print a row for each engine."""
-    print(f"{'precision':<10}{'sm':<6}{'graph':<10}{'seconds':>8}{'peak MB':>9}{'plan MB':>9}  matmul FLOPs")
+    """Compile every bundle in every precision it has for every platform; print a row for each engine."""
+    print(f"{'precision':<13}{'sm':<6}{'graph':<10}{'seconds':>8}{'peak MB':>9}{'plan MB':>9}  matmul FLOPs")
     for bundle in bundles:
-        precision = read_manifest(bundle).precision
-        for sm in sms:
-            if precision == "fp8" and sm < 89:
-                continue
-            context = min(MAX_CONTEXT, read_manifest(bundle).max_context)
-            made = compile_bundle(bundle, CompileOptions(platform=PLATFORMS[sm], max_context=context))
-            for built in made.engines:
-                _print_row(precision, sm, built.report)
+        manifest = read_manifest(bundle)
+        context = min(MAX_CONTEXT, manifest.max_context)
+        for precision in dict.fromkeys((manifest.precision, *(variant.precision for variant in manifest.variants))):
+            roles = tuple(role for role in manifest.roles if precision in manifest.precisions(role))
+            for sm in sms:
+                hardware = PLATFORM_TABLE[PLATFORMS[sm]].precisions
+                if precision.removesuffix("-weight") not in hardware:
+                    continue
+                options = CompileOptions(platform=PLATFORMS[sm], precision=precision, roles=roles, max_context=context)
+                for built in compile_bundle(bundle, options).engines:
+                    _print_row(precision, sm, built.report)
 
 
 def _print_row(precision: str, sm: int, report: dict[str, Any]) -> None:
     seconds, peak = sum(report["seconds"].values()), report["peak_memory_bytes"] / 1e6
     shares = ", ".join(f"{share:.0%} {name}" for name, share in report["matmul_share"].items())
     size = report["plan"]["num_bytes"] / 1e6
-    print(f"{precision:<10}{sm:<6}{report['role']:<10}{seconds:>8.1f}{peak:>9.0f}{size:>9.1f}  {shares}", flush=True)
+    print(f"{precision:<13}{sm:<6}{report['role']:<10}{seconds:>8.1f}{peak:>9.0f}{size:>9.1f}  {shares}", flush=True)
 
 
 DIRECT = """

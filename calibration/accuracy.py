@@ -108,6 +108,8 @@ def _read(graph: Graph, manifest: Manifest, passage: Passage) -> tuple[Array, Ar
     for name, array in cache.items():
         call.bind_input(name, array)
         call.bind_output(name.replace("past_", "present_"), array)
+    write_index = np.zeros(1, np.int64)
+    call.bind_input(names.WRITE_INDEX, write_index)
     outputs = {value.name: value for value in manifest.graphs[names.TARGET].outputs}
     nll, best = np.zeros(length - 1), np.zeros(length, np.int64)
     for begin in range(0, length, _CHUNK):
@@ -115,7 +117,7 @@ def _read(graph: Graph, manifest: Manifest, passage: Passage) -> tuple[Array, Ar
         rows = chunk.shape[1]
         logits: Array = np.zeros((1, rows, manifest.target.vocab_size), DTYPES[outputs[names.LOGITS].dtype])
         call.bind_input(names.INPUT_IDS, chunk)
-        call.bind_input(names.WRITE_INDEX, np.array([begin], np.int64))
+        write_index[0] = begin
         call.bind_output(names.LOGITS, logits)
         call.run()
         wide = logits[0].astype(np.float64)
