@@ -12,9 +12,8 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from xpress_export.errors import BundleError
-from xpress_export.runtime.backend import WEIGHTS_FOLDER, Call, Graph, set_threads
-from xpress_export.runtime.kernels import lower
+from xpress_export.runtime import backend
+from xpress_export.runtime.backend import Call, Graph
 
 Array = NDArray[Any]
 Listener = Callable[[Mapping[str, Array]], None]
@@ -72,20 +71,10 @@ class _ObservedCall(Call):
 def open_session(path: Path, tensors: Sequence[str] = (), num_threads: int | None = None) -> Any:
     """An ONNX Runtime session of a graph file with additional outputs; its weights stay where they are."""
     import onnx
-    import onnxruntime as ort
 
     model = onnx.load(path, load_external_data=False)
     present = {value.name for value in (*model.graph.output, *model.graph.input)}
     for name in tensors:
         if name not in present:
             model.graph.output.append(onnx.ValueInfoProto(name=name))
-    options = ort.SessionOptions()
-    options.log_severity_level = 3
-    data, config = lower(model.SerializeToString())
-    for key, value in {**config, WEIGHTS_FOLDER: str(path.parent)}.items():
-        options.add_session_config_entry(key, value)
-    set_threads(ort, options, num_threads)
-    try:
-        return ort.InferenceSession(data, options, providers=["CPUExecutionProvider"])
-    except Exception as err:  # onnxruntime's errors have no common base
-        raise BundleError(f"ONNX Runtime cannot load {path}: {str(err).splitlines()[0]}") from err
+    return backend.open_session(model.SerializeToString(), path, num_threads)

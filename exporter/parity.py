@@ -70,7 +70,7 @@ class GraphRunner:
         options.log_severity_level = 3
         # Session-wide optimisation is the backend's business; parity wants the graph as written.
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
-        self.session = _session(ort, path, options)
+        self.session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
         self.inputs = {i.name: _NUMPY[i.type] for i in self.session.get_inputs()}
         self.outputs = [o.name for o in self.session.get_outputs()]
         self.cache: Arrays = {
@@ -84,17 +84,6 @@ class GraphRunner:
         values = dict(zip(self.outputs, self.session.run(None, arrays | self.cache), strict=True))
         self.cache = {name: values.pop(name.replace("past_", "present_")) for name in self.cache}
         return {name: torch.from_numpy(np.asarray(v)) for name, v in values.items()}
-
-
-def _session(ort: Any, path: Path, options: Any) -> Any:
-    """A session with threads of its own, or with the process's pool where something else has made one."""
-    try:
-        return ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-    except RuntimeError as err:
-        if "global thread pool" not in str(err):
-            raise
-    options.use_per_session_threads = False
-    return ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
 
 
 def relative_error(got: Tensor, expected: Tensor) -> float:

@@ -7,7 +7,6 @@ live in the caller's numpy arrays; binding a cache array as `past_*` and `presen
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,7 +20,9 @@ from xpress_export.runtime.kernels import lower
 
 Array = NDArray[Any]
 
-WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"
+_WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"
+_CONFIG = {"session.intra_op.allow_spinning": "0"}
+_PROVIDERS = ["CPUExecutionProvider"]
 DTYPES: Mapping[str, type] = {"float32": np.float32, "float16": np.float16, "int64": np.int64}
 
 
@@ -34,24 +35,41 @@ def import_onnxruntime() -> Any:
     return onnxruntime
 
 
-class Graph:
-    """One ONNX graph, ready to run. role: names it in errors.
+def open_session(model: bytes, path: Path, num_threads: int | None = None) -> Any:
+    """A session of a serialized graph; `path` names it in errors, its folder holds the weights.
 
-    num_threads: None shares ONNX Runtime's global pool, one thread per core, with all graphs of the process.
+    num_threads: None, one per core. They sleep between calls: threads that spin while they wait for the next call
+    steal the cores from the other graphs of a trio, which take turns (a verify step took 2.7 times as long).
     """
+    ort = import_onnxruntime()
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    options.intra_op_num_threads = num_threads or 0
+    model, config = lower(model)
+    for key, value in {**_CONFIG, **config, _WEIGHTS_FOLDER: str(path.parent)}.items():
+        options.add_session_config_entry(key, value)
+    try:
+        return _session(ort, model, options)
+    except Exception as err:  # onnxruntime raises plain classes of its own, without a common base
+        raise BundleError(f"ONNX Runtime cannot load {path}: {_first_line(err)}") from err
+
+
+def _session(ort: Any, model: bytes, options: Any) -> Any:
+    """With threads of its own, or those that the process shares where something else in it has made such a pool."""
+    try:
+        return ort.InferenceSession(model, options, providers=_PROVIDERS)
+    except RuntimeError as err:
+        if "global thread pool" not in str(err):
+            raise
+    options.use_per_session_threads = False
+    return ort.InferenceSession(model, options, providers=_PROVIDERS)
+
+
+class Graph:
+    """One ONNX graph, ready to run. role: names it in errors."""
 
     def __init__(self, path: Path, role: str, num_threads: int | None = None) -> None:
-        ort = import_onnxruntime()
-        options = ort.SessionOptions()
-        options.log_severity_level = 3
-        set_threads(ort, options, num_threads)
-        try:
-            model, config = lower(Path(path).read_bytes())
-            for key, value in {**config, WEIGHTS_FOLDER: str(Path(path).parent)}.items():
-                options.add_session_config_entry(key, value)
-            self.session = ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
-        except Exception as err:  # onnxruntime raises plain classes of its own, without a common base
-            raise BundleError(f"ONNX Runtime cannot load {path}: {_first_line(err)}") from err
+        self.session = open_session(path.read_bytes(), path, num_threads)
         self.role = role
         self.shapes: dict[str, list[int | str]] = {
             value.name: value.shape for value in (*self.session.get_inputs(), *self.session.get_outputs())
@@ -108,21 +126,6 @@ class Call:
             self.graph.session.run_with_iobinding(self._io)
         except Exception as err:  # as above: no common base class
             raise EngineError(f"the {self.graph.role} graph failed: {_first_line(err)}") from err
-
-
-def set_threads(ort: Any, options: Any, num_threads: int | None) -> None:
-    """Threads of a session that do not fight those of the other graphs of a trio.
-
-    A pool spins for a while after each call, waiting for the next; pools of three sessions that take turns would
-    steal each other's cores (a verify step after a draft took 2.7 times as long). So: one pool for all, or no spin.
-    """
-    if num_threads is None:
-        options.use_per_session_threads = False
-        with contextlib.suppress(Exception):  # made already, by an earlier graph or another user of the process
-            ort.set_global_thread_pool_sizes(0, 1)
-    else:
-        options.intra_op_num_threads = num_threads
-        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
 
 
 def _first_line(error: Exception) -> str:

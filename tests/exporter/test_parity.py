@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -233,19 +231,3 @@ def test_a_failed_check_leaves_the_bundle_that_was_there(
         re_export(tiny_trio.options(max_context=100), out)
     assert open_bundle(out) == before
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-def test_graphs_run_where_a_process_has_one_thread_pool(tiny_bundle: Path) -> None:
-    """As after a runtime was opened; in a process of its own, for it cannot be undone."""
-    graph = tiny_bundle / "graphs" / "refiner.onnx"
-    script = f"""
-import onnxruntime as ort
-from xpress_export.exporter.parity import GraphRunner
-ort.set_global_thread_pool_sizes(0, 1)
-options = ort.SessionOptions()
-options.use_per_session_threads = False
-ort.InferenceSession({str(graph)!r}, options, providers=["CPUExecutionProvider"])
-print(GraphRunner({str(graph)!r}).outputs)
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert done.returncode == 0 and "refined_tokens" in done.stdout, done.stderr

@@ -169,6 +169,34 @@ def test_closing_ends_running_and_waiting_generations_with_an_error(
         assert generation.finish_reason is None
 
 
+SHARED_POOL = """
+    import sys
+    import onnxruntime as ort
+    from xpress_export.runtime import Runtime, SamplingParams
+
+    def session(own):
+        options = ort.SessionOptions()
+        options.use_per_session_threads = own
+        return ort.InferenceSession(sys.argv[1] + "/graphs/refiner.onnx", options, providers=["CPUExecutionProvider"])
+
+    if sys.argv[2] == "theirs first":
+        ort.set_global_thread_pool_sizes(1, 1)
+        session(False)
+    with Runtime.open(sys.argv[1]) as runtime:
+        print(runtime.generate([1, 2], SamplingParams(max_new_tokens=9, ignore_eos=True)).result().finish_reason)
+    if sys.argv[2] == "ours first":
+        session(True)
+"""
+
+
+@pytest.mark.parametrize("order", ["theirs first", "ours first"])
+def test_other_users_of_onnxruntime_in_the_process(tiny_bundle: Path, order: str) -> None:
+    """Where the process shares one thread pool, that is used; and none is forced on anybody."""
+    command = [sys.executable, "-c", textwrap.dedent(SHARED_POOL), str(tiny_bundle), order]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.stdout.split(), done.returncode) == (["length"], 0), done.stderr
+
+
 IN_PLACE = """
     import sys
     import numpy as np
