@@ -6,7 +6,12 @@
 Requests differ in prompt, route, length, mode, seed, temperature and penalties, streamed or whole; some clients leave
 before the answer, some in the middle of it. Each different request is first answered alone, by a runtime with one slot
 in this process; every finished answer of the server must be that one, text, finish reason and token count. A full
-queue is part of it: the client comes back when the server said. Exit code 1 if anything differed, failed or grew.
+queue is part of it: the client comes back when the server said.
+
+A batch and a single request are different matrix products, whose last bits may differ. So a different answer counts
+as a near-tie, and is listed, only if noise of 5e-5 on the logits of the token where it parts makes the same sampler
+choose another one; any other difference makes the command fail, and so does a request that failed or memory, threads
+or files that grew from one half of the requests to the other (each followed by one request, at rest).
 """
 
 from __future__ import annotations
@@ -19,23 +24,25 @@ import os
 import random
 import re
 import signal
-import statistics
 import subprocess
 import sys
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
+import numpy as np
 
 from xpress_export.runtime import Runtime, SamplingParams
+from xpress_export.runtime.sampling import Uniforms, distribution
 
 WORDS = ("river", "stone", "seven", "lamp", "paper", "garden", "fifteen", "blue", "engine", "count", "explain", "list")
 MODES = (None, "target", "dflash", "xpress")
 HTTP_ONLY = {"messages", "prompt", "max_tokens", "stream", "stream_options"}
-ALLOWED_GROWTH = 0.03
+ALLOWED_GROWTH = 0.02
+NOISE, NUM_NOISES = 5e-5, 24
 PATIENCE_S = 900.0
 
 
@@ -62,13 +69,25 @@ class Answer:
     num_tokens: int
 
 
+class Sample(NamedTuple):
+    """The server at a moment: seconds since the start, requests ended, memory in bytes, threads, open files."""
+
+    seconds: float
+    num_ended: int
+    rss: int
+    threads: int
+    files: int
+
+
 @dataclass
 class Tally:
-    """What happened. samples: (seconds, requests ended, RSS bytes, threads, open files) of the server."""
+    """What happened. resting: after each half of the requests."""
 
     counts: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
-    samples: list[tuple[float, int, int, int, int]] = field(default_factory=list)
+    different: list[tuple[Job, Answer]] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+    resting: list[Sample] = field(default_factory=list)
     num_ended: int = 0
 
 
@@ -110,16 +129,47 @@ def answers_alone(bundle: Path, jobs: list[Job]) -> dict[int, Answer]:
     found: dict[int, Answer] = {}
     with Runtime.open(bundle, num_slots=1) as runtime:
         for job in jobs:
-            if job.number in found:
-                continue
-            options = {name: value for name, value in job.body.items() if name not in HTTP_ONLY}
-            params = SamplingParams(max_new_tokens=job.body["max_tokens"], **options)
-            prompt = job.body["messages"] if job.is_chat else runtime.codec.encode(job.body["prompt"])
-            result = runtime.submit(prompt, params).result()
-            found[job.number] = Answer(result.text, result.finish_reason, len(result.token_ids))
-            print(f"\ranswered alone: {len(found)}", end="", file=sys.stderr)
+            if job.number not in found:
+                result = runtime.submit(prompt_of(runtime, job), params_of(job)).result()
+                found[job.number] = Answer(result.text, result.finish_reason, len(result.token_ids))
+                print(f"\ranswered alone: {len(found)}", end="", file=sys.stderr)
     print(file=sys.stderr)
     return found
+
+
+def prompt_of(runtime: Runtime, job: Job) -> list[int]:
+    if job.is_chat:
+        return runtime.encode(job.body["messages"])
+    return runtime.codec.encode(job.body["prompt"])
+
+
+def params_of(job: Job) -> SamplingParams:
+    options = {name: value for name, value in job.body.items() if name not in HTTP_ONLY}
+    return SamplingParams(max_new_tokens=job.body["max_tokens"], **options)
+
+
+def is_near_tie(runtime: Runtime, job: Job, got: Answer) -> bool:
+    """Whether noise on the logits changes the choice of the token where `got` parts from the answer alone."""
+    prompt, params = prompt_of(runtime, job), params_of(job)
+    uniforms, noise = Uniforms(job.body["seed"], 0), np.random.default_rng(0)
+    shaky = []
+
+    def choice(logits: Any, position: int) -> int:
+        if params.temperature == 0:
+            return int(logits.argmax())
+        return distribution(logits, params).draw(uniforms[position])
+
+    def watch(text: Any, logits: Any) -> Any:
+        position = len(text) - len(prompt)
+        noisy = (logits + noise.normal(0, NOISE, logits.shape).astype(np.float32) for _ in range(NUM_NOISES))
+        shaky.append(len({choice(row, position) for row in (logits, *noisy)}) > 1)
+        return logits
+
+    alone = runtime.submit(prompt, replace(params, mode="target", logits_processor=watch)).result()
+    common = next((i for i, (a, b) in enumerate(zip(alone.text, got.text, strict=False)) if a != b), len(got.text))
+    lengths = [len(runtime.codec.decode(alone.token_ids[: i + 1])) for i in range(len(alone.token_ids))]
+    parts = next((i for i, length in enumerate(lengths) if length > common), len(lengths))
+    return any(shaky[max(0, parts - 1) : parts + 1])  # a character may take two tokens
 
 
 async def send(client: httpx.AsyncClient, job: Job, tally: Tally) -> Answer | None:
@@ -186,58 +236,60 @@ def _judge(got: Answer | None, expected: Answer, job: Job, tally: Tally) -> None
     same = got == expected
     tally.counts["same" if same else "different"] += 1
     if not same:
-        tally.wrong.append(f"request {job.number} {job.body}\n  alone:  {expected}\n  server: {got}")
+        tally.different.append((job, got))
+
+
+def sample(pid: int, started: float, num_ended: int) -> Sample:
+    status = Path(f"/proc/{pid}/status").read_text()
+    rss, threads = (int(re.search(rf"^{name}:\s+(\d+)", status, re.M)[1]) for name in ("VmRSS", "Threads"))  # type: ignore[index]
+    files = len(list(Path(f"/proc/{pid}/fd").iterdir()))
+    return Sample(time.monotonic() - started, num_ended, rss * 1024, threads, files)
 
 
 async def watch(pid: int, tally: Tally, ended: asyncio.Event) -> None:
     """Sample the server twice a second."""
     started = time.monotonic()
     while not ended.is_set():
-        status = Path(f"/proc/{pid}/status").read_text()
-        rss, threads = (int(re.search(rf"^{name}:\s+(\d+)", status, re.M)[1]) for name in ("VmRSS", "Threads"))  # type: ignore[index]
-        files = len(list(Path(f"/proc/{pid}/fd").iterdir()))
-        tally.samples.append((time.monotonic() - started, tally.num_ended, rss * 1024, threads, files))
-        print(f"\r{tally.num_ended} ended, {rss // 1024} MB, {threads} threads ", end="", file=sys.stderr)
+        now = sample(pid, started, tally.num_ended)
+        tally.samples.append(now)
+        print(f"\r{now.num_ended} ended, {now.rss >> 20} MB, {now.threads} threads ", end="", file=sys.stderr)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(ended.wait(), 0.5)
     print(file=sys.stderr)
 
 
 async def soak(url: str, pid: int, jobs: list[Job], num_clients: int, expected: dict[int, Answer]) -> Tally:
+    """Both halves of the requests, each until the server rests."""
     tally, ended = Tally(), asyncio.Event()
     watcher = asyncio.create_task(watch(pid, tally, ended))
-    await run_clients(url, jobs, num_clients, expected, tally)
-    await asyncio.sleep(1)
-    ended.set()
-    await watcher
-    async with httpx.AsyncClient(base_url=url) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client:
+        for half in (jobs[: len(jobs) // 2], jobs[len(jobs) // 2 :]):
+            await run_clients(url, half, num_clients, expected, tally)
+            await client.post("/v1/completions", json={"prompt": "rest", "max_tokens": 2})
+            await asyncio.sleep(1)
+            tally.resting.append(sample(pid, 0.0, tally.num_ended))
+        ended.set()
+        await watcher
         metrics = (await client.get("/metrics")).text
     for name in ("running", "waiting"):
         left = float(re.search(rf"^xpress_requests_{name} (\S+)", metrics, re.M)[1])  # type: ignore[index]
         if left:
             tally.wrong.append(f"{left:.0f} requests are still {name} after every client is done")
-    for line in re.findall(r"^xpress_requests_total.*", metrics, re.M):
+    for line in re.findall(r"^xpress_requests_total.* [1-9].*", metrics, re.M):
         print(line)
     return tally
 
 
-def growth(tally: Tally, num_requests: int) -> dict[str, Any]:
-    """Medians of memory, threads and files by quarter of the requests.
-
-    Caches grow and shrink with what runs; what only grows raises the least that a quarter sees. rss_growth: of that
-    least, from the second quarter to the last.
-    """
-    quarters: list[list[tuple[float, int, int, int, int]]] = [[], [], [], []]
-    for sample in tally.samples:
-        quarters[min(3, 4 * sample[1] // num_requests)].append(sample)
-    medians = [[statistics.median(s[i] for s in quarter) if quarter else 0 for i in (2, 3, 4)] for quarter in quarters]
-    second, last = (min((s[2] for s in quarters[i]), default=0) for i in (1, 3))
+def growth(tally: Tally) -> dict[str, Any]:
+    """Memory, threads and open files at rest after each half, and how much memory the second half added."""
+    first, second = tally.resting
     return {
-        "rss_mb": [round(m[0] / 1e6, 1) for m in medians],
-        "threads": [m[1] for m in medians],
-        "open_files": [m[2] for m in medians],
-        "rss_growth": round(last / second - 1, 4) if second else 0.0,
-        "rss_peak_mb": round(max(s[2] for s in tally.samples) / 1e6, 1),
+        "rss_mb": [round(first.rss / 1e6, 1), round(second.rss / 1e6, 1)],
+        "threads": [first.threads, second.threads],
+        "open_files": [first.files, second.files],
+        "rss_growth": round(second.rss / first.rss - 1, 4),
+        "rss_peak_mb": round(max(s.rss for s in tally.samples) / 1e6, 1),
+        "most_threads": max(s.threads for s in tally.samples),
     }
 
 
@@ -287,21 +339,36 @@ def main() -> int:
         code = server.wait(60)
     finally:
         server.kill()
-    found = growth(tally, asked.requests)
+    listed = explain(asked.bundle, tally, expected)
+    found = growth(tally)
     print(
         f"{asked.requests} requests from {asked.clients} clients in {took:.0f} s ({cpu_s:.0f} s of CPU in the server): "
         f"{dict(tally.counts)}"
     )
-    print(f"by quarter: RSS {found['rss_mb']} MB, threads {found['threads']}, open files {found['open_files']}")
-    print(f"least RSS from second to last quarter {found['rss_growth']:+.2%}; the server ended with code {code}")
-    for line in tally.wrong[:20]:
+    print(f"at rest after each half: {found}; the server ended with code {code}")
+    for line in [*listed, *tally.wrong[:20]]:
         print(line)
-    grew = found["rss_growth"] > ALLOWED_GROWTH or found["threads"][3] > found["threads"][1]
+    grew = found["rss_growth"] > ALLOWED_GROWTH or any(b > a for a, b in (found["threads"], found["open_files"]))
     ok = not tally.wrong and not grew and code == 0
     if asked.json:
         print(json.dumps({**vars(asked), "bundle": asked.bundle.name, "seconds": took, **tally.counts, **found}))
     print("nothing was lost, mixed up or grew" if ok else "FAILED")
     return 0 if ok else 1
+
+
+def explain(bundle: Path, tally: Tally, expected: dict[int, Answer]) -> list[str]:
+    """The near-ties among different answers; all others are added to what is wrong."""
+    if not tally.different:
+        return []
+    listed = {}
+    with Runtime.open(bundle, num_slots=1) as runtime:
+        for job, got in tally.different:
+            what = f"request {job.number} {job.body}\n  alone:  {expected[job.number]}\n  server: {got}"
+            if what not in listed:
+                listed[what] = is_near_tie(runtime, job, got)
+            tally.counts["near_tie"] += listed[what]
+    tally.wrong += [what for what, near in listed.items() if not near]
+    return [f"near-tie: {what}" for what, near in listed.items() if near]
 
 
 if __name__ == "__main__":

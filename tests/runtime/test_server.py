@@ -19,6 +19,7 @@ from typing import Any
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from xpress_export.errors import ClosedError, EngineError, QueueFullError, RequestError
 from xpress_export.runtime import server_exchange
@@ -415,6 +416,7 @@ def test_metrics(start: Callable[..., Running]) -> None:
     say(server.runtime.next_request(), "a", "b")
     thread.join()
     text = server.client.get("/metrics").text
+    assert len({family.name for family in text_string_to_metric_families(text)}) >= 18
     for line in (
         'xpress_requests_total{outcome="stop",route="chat"} 1.0',
         'xpress_requests_total{outcome="error",route="completions"} 0.0',
