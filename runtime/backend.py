@@ -22,7 +22,6 @@ Array = NDArray[Any]
 
 _WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"
 _CONFIG = {"session.intra_op.allow_spinning": "0"}
-_PROVIDERS = ["CPUExecutionProvider"]
 DTYPES: Mapping[str, type] = {"float32": np.float32, "float16": np.float16, "int64": np.int64}
 
 
@@ -57,12 +56,12 @@ def open_session(model: bytes, path: Path, num_threads: int | None = None) -> An
 def _session(ort: Any, model: bytes, options: Any) -> Any:
     """With threads of its own, or those that the process shares where something else in it has made such a pool."""
     try:
-        return ort.InferenceSession(model, options, providers=_PROVIDERS)
+        return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"], enable_fallback=0)
     except RuntimeError as err:
         if "global thread pool" not in str(err):
             raise
     options.use_per_session_threads = False
-    return ort.InferenceSession(model, options, providers=_PROVIDERS)
+    return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"], enable_fallback=0)
 
 
 class Graph:
