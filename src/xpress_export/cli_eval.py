@@ -17,9 +17,9 @@ from xpress_export.cli_precision import PRECISION
 from xpress_export.precision import Precision
 
 if TYPE_CHECKING:
+    from xpress_export.cli_trio_eval import Heads
     from xpress_export.runtime import Runtime
     from xpress_export.runtime.evaluate import Row
-    from xpress_export.trio_eval import Heads
 
 
 MODES = ("dflash", "markov", "xpress")
@@ -101,7 +101,7 @@ class _Request:
 
 def _trios(paths: Sequence[Path], request: _Request) -> list[Heads]:
     """The trios that were named; empty if bundles were."""
-    from xpress_export.trio_eval import Heads, heads_of
+    from xpress_export.cli_trio_eval import Heads, heads_of
 
     found = [heads_of(path) for path in paths]
     trios = [heads for heads in found if heads is not None]
@@ -121,7 +121,7 @@ def _trios(paths: Sequence[Path], request: _Request) -> list[Heads]:
 
 
 def _of_trios(trios: Sequence[Heads], request: _Request) -> list[Row]:
-    from xpress_export.trio_eval import TrioSettings, evaluate_trios
+    from xpress_export.cli_trio_eval import TrioSettings, evaluate_trios
 
     assert request.target is not None
     settings = TrioSettings(

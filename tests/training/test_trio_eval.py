@@ -11,8 +11,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from xpress_export.cli import cli
+from xpress_export.cli_trio_eval import row_of_walks
 from xpress_export.training.evaluate import Walk
-from xpress_export.trio_eval import row_of_walks
 
 
 @pytest.fixture

@@ -1,1 +1,0 @@
-../../src/xpress_export/trio_eval.py
