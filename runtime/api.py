@@ -24,9 +24,9 @@ import numpy as np
 
 from xpress_export import names
 from xpress_export.errors import BundleError, RequestError
-from xpress_export.manifest import Manifest, open_bundle
+from xpress_export.manifest import Manifest, read_manifest, verify_files, verify_sizes
 from xpress_export.precision import Precision, choose_precisions
-from xpress_export.runtime.backend import Graph, import_onnxruntime
+from xpress_export.runtime.backend import Graph
 from xpress_export.runtime.decode import Decoder
 from xpress_export.runtime.params import SamplingParams
 from xpress_export.runtime.requests import Generation, Plan, Request, closed
@@ -97,7 +97,7 @@ class Runtime:
         kv_budget_bytes: int | None = None,
         on_verify: Callable[[int], None] | None = None,
     ) -> Self:
-        """Check every file of the bundle against its manifest, then load it.
+        """Load a bundle while every file of it is checked against the manifest.
 
         precision: one, or one for each of some models ({"target": "int8"}); None: what the bundle was built to run
         in. A model without a variant in a single precision runs in the bundle's own.
@@ -110,10 +110,11 @@ class Runtime:
             if value < 1:
                 raise RequestError(f"{name} must be at least 1, got {value}", name)
         folder = Path(folder)
-        with ThreadPoolExecutor() as pool:
-            pool.submit(import_onnxruntime)  # takes as long as checking the files; if it fails, so will the graphs
-            manifest = open_bundle(folder, on_verify)
-            precisions = choose_precisions(manifest, precision)
+        manifest = read_manifest(folder)
+        verify_sizes(folder, manifest)
+        precisions = choose_precisions(manifest, precision)
+        with ThreadPoolExecutor() as pool:  # hashing takes as long as loading; nothing of a damaged bundle is returned
+            intact = pool.submit(verify_files, folder, manifest, on_verify)
             files = {role: manifest.graph(role, chosen) for role, chosen in precisions.items()}
             codec = pool.submit(TextCodec.open, folder / manifest.text.folder)
             graphs = {
@@ -121,6 +122,7 @@ class Runtime:
                 for role, record in files.items()
                 if record
             }
+        intact.result()
         return cls(
             manifest,
             codec.result(),

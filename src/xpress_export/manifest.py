@@ -95,6 +95,7 @@ __all__ = [
     "read_manifest",
     "record_files",
     "verify_files",
+    "verify_sizes",
     "write_manifest",
 ]
 
@@ -383,10 +384,19 @@ def _why_no_bundle(folder: Path) -> str:
 def verify_files(folder: Path, manifest: Manifest, on_progress: Callable[[int], None] | None = None) -> None:
     """Compare every file with the manifest; the first in path order that differs is a `BundleError`.
 
-    What costs nothing (missing, of another size, not listed) is looked at before any file is hashed.
     on_progress: called with numbers of bytes that add up to `manifest.num_bytes`, from worker threads, never
     from two at once.
     """
+    verify_sizes(folder, manifest)
+    paths = [folder / file.path for file in manifest.files]
+    with contextlib.closing(_hashes(paths, on_progress)) as hashes:
+        for path, file, sha256 in zip(paths, manifest.files, hashes, strict=True):
+            if sha256 != file.sha256:
+                raise BundleError(f"{path} should have sha256 {file.sha256}, got {sha256}; {_RECOPY}")
+
+
+def verify_sizes(folder: Path, manifest: Manifest) -> None:
+    """What `verify_files` can see without reading: files that are missing, of another size, or not listed."""
     root = os.path.realpath(folder)
     for file in manifest.files:
         _check_size(root, folder / file.path, file.num_bytes)
@@ -394,11 +404,6 @@ def verify_files(folder: Path, manifest: Manifest, on_progress: Callable[[int], 
     for found in [*_list_files(folder, GRAPHS_FOLDER), *_list_files(folder, TOKENIZER_FOLDER)]:
         if found not in listed:
             raise BundleError(f"{folder} holds {show(found)}, not listed in its manifest; remove that file")
-    paths = [folder / name for name in listed]
-    with contextlib.closing(_hashes(paths, on_progress)) as hashes:
-        for path, file, sha256 in zip(paths, manifest.files, hashes, strict=True):
-            if sha256 != file.sha256:
-                raise BundleError(f"{path} should have sha256 {file.sha256}, got {sha256}; {_RECOPY}")
 
 
 def _check_size(root: str, path: Path, num_bytes: int) -> None:
