@@ -69,22 +69,25 @@ def quality(
                 advance(1)
         reference = score(graphs[names.TARGET], manifest, passages)
         base = compare(reference, reference)
-        print(f"{'target':<14}{'perplexity':>12}{'above fp32':>22}{'limit':>8}{'greedy match':>15}")
-        print(f"{own:<14}{base.perplexity:>12.3f}  ({base.num_text_tokens} tokens of text)")
-        for precision in QUANTIZED:
-            graph = _graph(folder, manifest, names.TARGET, precision)
+        print(f"{'target':<22}{'perplexity':>12}{'above fp32':>22}{'limit':>8}{'greedy match':>15}")
+        print(f"{own:<22}{base.perplexity:>12.3f}  ({base.num_text_tokens} tokens of text)")
+        runs = [(precision, True) for precision in QUANTIZED]
+        runs += [(precision, False) for precision in QUANTIZED if precision.endswith("-weight")]
+        for precision, exact in runs:
+            graph = _graph(folder, manifest, names.TARGET, precision, exact=exact)
             found = compare(score(graph, manifest, passages), reference)
-            limit = LIMITS.get(precision)
+            limit = LIMITS.get(precision) if exact else None
             passed &= limit is None or 100 * found.ratio <= limit
             change = f"{100 * found.ratio:+.2f}% ± {100 * found.ratio_ci95:.2f}"
             asked = f"{limit}%" if limit else "-"
-            print(f"{precision:<14}{found.perplexity:>12.3f}{change:>22}{asked:>8}{100 * found.match_rate:>14.1f}%")
-        pairs = [(own, own), *((own, precision) for precision in QUANTIZED)]
+            label = precision if exact else f"  on CPU, {precision}"
+            print(f"{label:<22}{found.perplexity:>12.3f}{change:>22}{asked:>8}{100 * found.match_rate:>14.1f}%")
+        pairs = [(own, own), (own, "int8"), (own, "fp8")]
         with progress.step("tau", total=len(pairs) * 2 * len(prompts)) as advance:
             rows = measure_acceptance(folder, manifest, pairs, prompts, 48, advance=advance)
         print(f"\n{'drafter':<14}{'mode':<8}{'tau':>16}{'against fp32':>22}{'limit':>8}{'steps':>8}")
         for row in rows:
-            judged = row.drafter in {"int8", "fp8"}
+            judged = row.drafter != own
             passed &= not judged or -100 * row.change <= MAX_TAU_LOSS
             tau = f"{row.tau:.3f} ± {row.tau_ci95:.3f}"
             change = f"{100 * row.change:+.2f}% ± {100 * row.change_ci95:.2f}"
@@ -176,10 +179,10 @@ def _own_weights(manifest: Manifest) -> set[str]:
     return {path for graph in manifest.graphs.values() for path in graph.data}
 
 
-def _graph(folder: Path, manifest: Manifest, role: str, precision: str) -> Graph:
+def _graph(folder: Path, manifest: Manifest, role: str, precision: str, *, exact: bool) -> Graph:
     record = manifest.graph(role, precision)
     assert record is not None
-    return Graph(folder / record.file, role)
+    return Graph(folder / record.file, role, exact=exact)
 
 
 def _copy(bundle: Path, folder: Path) -> Path:

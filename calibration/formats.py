@@ -31,7 +31,7 @@ CODE_TYPES = {
 }
 QUANTIZES_ACTIVATIONS = ("int8", "fp8")
 DEFAULT_BLOCK = 32
-_SHRINK = (1.0, 0.95, 0.9, 0.85, 0.8)
+_SHRINK = (1.0, 0.94, 0.88, 0.82, 0.76, 0.7)
 """Candidate ranges of a block of INT4, as shares of its greatest value."""
 
 
@@ -89,7 +89,8 @@ def scale_of(amax: Any, precision: str, dtype: np.dtype[Any]) -> Array:
 def encode(values: Array, scale: Array, precision: str) -> Array:
     """Codes of `values`, rounded to the nearest and saturated."""
     greatest, dtype = GREATEST[precision], CODE_TYPES[precision]
-    codes = np.clip(values / scale.astype(np.float32), -greatest, greatest)
+    least = -8.0 if precision == "int4-weight" else -greatest
+    codes = np.clip(values / scale.astype(np.float32), least, greatest)
     return (codes if precision == "fp8" else np.rint(codes)).astype(dtype)
 
 
@@ -101,7 +102,7 @@ def _best_block_scale(blocks: Array, dtype: np.dtype[Any]) -> Array:
     for share in _SHRINK:
         scale = scale_of(amax * share, "int4-weight", dtype)
         wide = scale.astype(np.float32)[:, None]
-        error = ((np.clip(np.rint(blocks / wide), -7, 7) * wide - blocks) ** 2).sum(axis=1)
+        error = ((np.clip(np.rint(blocks / wide), -8, 7) * wide - blocks) ** 2).sum(axis=1)
         better = error < least
         best, least = np.where(better, scale, best), np.where(better, error, least)
     return best

@@ -77,4 +77,4 @@ def open_session(path: Path, tensors: Sequence[str] = (), num_threads: int | Non
     for name in tensors:
         if name not in present:
             model.graph.output.append(onnx.ValueInfoProto(name=name))
-    return backend.open_session(model.SerializeToString(), path, num_threads)
+    return backend.open_session(model.SerializeToString(), path, num_threads, exact=True)

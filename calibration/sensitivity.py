@@ -151,7 +151,7 @@ def _measuring(
 
         def measure(left_out: Sequence[str]) -> float:
             path = _write(folder, manifest, variant, scales, left_out, work)
-            graph = Graph(path, variant.role, num_threads)
+            graph = Graph(path, variant.role, num_threads, exact=True)
             if variant.role == names.DRAFTER:
                 tau = _tau(folder, manifest, {**graphs, names.DRAFTER: graph}, prompts, max_new_tokens)
                 return 100 * (1 - tau / base)

@@ -34,8 +34,8 @@ def import_onnxruntime() -> Any:
     return onnxruntime
 
 
-def open_session(model: bytes, path: Path, num_threads: int | None = None) -> Any:
-    """A session of a serialized graph; `path` names it in errors, its folder holds the weights.
+def open_session(model: bytes, path: Path, num_threads: int | None = None, *, exact: bool = False) -> Any:
+    """A session of a serialized graph; `path` names it in errors, its folder holds the weights. exact: see `kernels`.
 
     num_threads: None, one per core. They sleep between calls: threads that spin while they wait for the next call
     steal the cores from the other graphs of a trio, which take turns (a verify step took 2.7 times as long).
@@ -44,7 +44,7 @@ def open_session(model: bytes, path: Path, num_threads: int | None = None) -> An
     options = ort.SessionOptions()
     options.log_severity_level = 3
     options.intra_op_num_threads = num_threads or 0
-    model, config = lower(model)
+    model, config = lower(model, exact=exact)
     for key, value in {**_CONFIG, **config, _WEIGHTS_FOLDER: str(path.parent)}.items():
         options.add_session_config_entry(key, value)
     try:
@@ -65,10 +65,10 @@ def _session(ort: Any, model: bytes, options: Any) -> Any:
 
 
 class Graph:
-    """One ONNX graph, ready to run. role: names it in errors."""
+    """One ONNX graph, ready to run. role: names it in errors. exact: slower than it might be, see `kernels`."""
 
-    def __init__(self, path: Path, role: str, num_threads: int | None = None) -> None:
-        self.session = open_session(path.read_bytes(), path, num_threads)
+    def __init__(self, path: Path, role: str, num_threads: int | None = None, *, exact: bool = False) -> None:
+        self.session = open_session(path.read_bytes(), path, num_threads, exact=exact)
         self.role = role
         self.shapes: dict[str, list[int | str]] = {
             value.name: value.shape for value in (*self.session.get_inputs(), *self.session.get_outputs())
