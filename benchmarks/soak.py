@@ -351,7 +351,8 @@ def main() -> int:
     grew = found["rss_growth"] > ALLOWED_GROWTH or any(b > a for a, b in (found["threads"], found["open_files"]))
     ok = not tally.wrong and not grew and code == 0
     if asked.json:
-        print(json.dumps({**vars(asked), "bundle": asked.bundle.name, "seconds": took, **tally.counts, **found}))
+        options = {**vars(asked), "bundle": asked.bundle.name}
+        print(json.dumps({"asked": options, "seconds": took, "counts": tally.counts, **found}))
     print("nothing was lost, mixed up or grew" if ok else "FAILED")
     return 0 if ok else 1
 
