@@ -154,8 +154,11 @@ def _compiled(bundle: Path, work: Path, sm: int) -> tuple[float, float]:
     return seconds, made.engines[0].report["peak_memory_bytes"]
 
 
-def random_bundle(out: Path) -> None:
-    """A trio of Qwen3-0.6B's shapes with random weights, traced by the exporter and checked against nothing."""
+def random_bundle(out: Path, precision: str = "fp16", tokenizer: Path | None = None) -> None:
+    """A trio of Qwen3-0.6B's shapes with random weights, traced by the exporter and checked against nothing.
+
+    tokenizer: a bundle's tokenizer folder to copy, for a trio that is to generate; its vocabulary may be smaller.
+    """
     import torch
 
     from xpress_export.exporter import export as exporter
@@ -186,15 +189,15 @@ def random_bundle(out: Path) -> None:
         num_passes=4,
         mlp_hidden=512,
     )
-    half = torch.float16
+    dtype = exporter.DTYPES[precision]
     traced: dict[str, Callable[[], Any]] = {
-        names.TARGET: lambda: trace_target(target, drafter.target_layer_ids, half),
-        names.DRAFTER: lambda: trace_drafter(drafter, half, for_refiner=True),
-        names.REFINER: lambda: trace_refiner(refiner, 1, half),
+        names.TARGET: lambda: trace_target(target, drafter.target_layer_ids, dtype),
+        names.DRAFTER: lambda: trace_drafter(drafter, dtype, for_refiner=True),
+        names.REFINER: lambda: trace_refiner(refiner, 1, dtype),
     }
     folder = out / "graphs"
     folder.mkdir(parents=True)
-    weights, records = WeightFile(folder, half), {}
+    weights, records = WeightFile(folder, dtype), {}
     for role, trace in traced.items():
         model = trace()
         shapes = {name: tuple(value.shape) for name, value in model.graph.initializers.items()}
@@ -207,15 +210,15 @@ def random_bundle(out: Path) -> None:
         attach(model, weights, f"{role}.data", source)
         save(model, folder / f"{role}.onnx")
         records[role] = exporter._graph_record(role, model)
-    _write_manifest(out, target, drafter, records)
+    (out / "tokenizer").mkdir()
+    for name in ("tokenizer.json", "text.json"):
+        (out / "tokenizer" / name).write_bytes(b"{}" if tokenizer is None else (tokenizer / name).read_bytes())
+    _write_manifest(out, target, drafter, records, precision)
 
 
-def _write_manifest(out: Path, target: Any, drafter: Any, graphs: dict[str, Any]) -> None:
+def _write_manifest(out: Path, target: Any, drafter: Any, graphs: dict[str, Any], precision: str) -> None:
     from xpress_export import manifest as m
 
-    for name in ("tokenizer.json", "text.json"):
-        (out / "tokenizer").mkdir(exist_ok=True)
-        (out / "tokenizer" / name).write_text("{}")
     keys = ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "vocab_size")
 
     def record(decoder: Any) -> m.ModelRecord:
@@ -225,7 +228,7 @@ def _write_manifest(out: Path, target: Any, drafter: Any, graphs: dict[str, Any]
     made = m.Manifest(
         tool={"xpress-export": "0"},
         platform="cpu",
-        precision="fp16",
+        precision=precision,
         lowering="native",
         opset=24,
         max_context=MAX_CONTEXT,
@@ -240,6 +243,7 @@ def _write_manifest(out: Path, target: Any, drafter: Any, graphs: dict[str, Any]
             first_slot=1,
             num_draft_tokens=BLOCK - 1,
             draft_vocab_size=target.vocab_size,
+            vocab_file=None,
             refine_passes=4,
             trained=False,
         ),

@@ -2,11 +2,11 @@
 
     python benchmarks/quantization.py quality BUNDLE --calibration F --held-out F     perplexity and tau against fp32
     python benchmarks/quantization.py speed BUNDLE                                    tokens/s of plain decoding
-    python benchmarks/quantization.py memory BUNDLE [--calibration F]                 peak memory over fp32 weights
+    python benchmarks/quantization.py memory BUNDLE [--qwen]                          peak memory over fp32 weights
 
 BUNDLE is an fp32 bundle; `quality` and `speed` work on a copy of it, each figure against fp32 in the same process.
-`memory` runs `calibrate` and `quantize` in processes of their own; without BUNDLE, on random weights of Qwen3-0.6B's
-shapes, which have no tokenizer, so that only `quantize` is measured.
+`memory` runs `calibrate` and `quantize` in processes of their own; with --qwen on random weights of Qwen3-0.6B's shapes
+and the tokenizer of BUNDLE.
 """
 
 from __future__ import annotations
@@ -139,22 +139,19 @@ finally:
 """
 
 
-def memory(bundle: Path | None, calibration: Path | None) -> None:
+def memory(bundle: Path, samples: int, *, qwen: bool) -> None:
     """Peak resident memory of `calibrate` and `quantize`, over the bytes of the weights in float32."""
-    with tempfile.TemporaryDirectory(dir=bundle.resolve().parent if bundle else None) as place:
+    with tempfile.TemporaryDirectory(dir=bundle.resolve().parent) as place:
         folder = Path(place) / "bundle"
-        if bundle is not None:
-            _copy(bundle, folder)
-            prompts = ["--prompts", str(calibration)] if calibration else []
-            _print_peak(folder, "calibrate", [*prompts, "--samples", "8", "--max-new-tokens", "16"])
-            precisions: Sequence[str] = QUANTIZED
-        else:
+        if qwen:
             sys.path.insert(0, str(Path(__file__).parent))
             from engines import random_bundle
 
-            random_bundle(folder)
-            precisions = ("int8-weight", "int4-weight")
-        for precision in precisions:
+            random_bundle(folder, "fp32", bundle / "tokenizer")
+        else:
+            _copy(bundle, folder)
+        _print_peak(folder, "calibrate", ["--samples", str(samples), "--max-new-tokens", "16", "--allow-dead"])
+        for precision in QUANTIZED:
             smooth = ["--smoothquant", str(ALPHA)] if precision == "int8" else []
             _print_peak(folder, "quantize", ["--precision", precision, *smooth])
 
@@ -162,7 +159,7 @@ def memory(bundle: Path | None, calibration: Path | None) -> None:
 def _print_peak(folder: Path, command: str, options: Sequence[str]) -> None:
     manifest = read_manifest(folder)
     weights = sum(file.num_bytes for file in manifest.files if file.path in _own_weights(manifest))
-    weights *= 1 if manifest.precision == "fp32" else 2
+    weights *= 1 if manifest.precision == "fp32" else 2  # a float16 bundle has half of them
     started = time.perf_counter()
     words = [sys.executable, "-c", PEAK, command, str(folder), *options]
     done = subprocess.run(words, check=True, capture_output=True, text=True)
@@ -218,8 +215,9 @@ def main() -> None:
     two.add_argument("--repeats", type=int, default=5)
     two.add_argument("--include", nargs="*", default=())
     three = commands.add_parser("memory")
-    three.add_argument("bundle", type=Path, nargs="?")
-    three.add_argument("--calibration", type=Path)
+    three.add_argument("bundle", type=Path)
+    three.add_argument("--qwen", action="store_true")
+    three.add_argument("--samples", type=int, default=8)
     asked = parser.parse_args()
     if asked.command == "quality":
         sys.exit(
@@ -228,7 +226,7 @@ def main() -> None:
     elif asked.command == "speed":
         speed(asked.bundle, asked.tokens, asked.repeats, asked.include)
     else:
-        memory(asked.bundle, asked.calibration)
+        memory(asked.bundle, asked.samples, qwen=asked.qwen)
 
 
 if __name__ == "__main__":

@@ -50,9 +50,29 @@ def describe(manifest: Manifest) -> Iterator[RenderableType]:
         yield _graph_table(role, graph)
     yield ""
     yield parity_table(m)
+    if m.variants:
+        yield ""
+        yield _variants_table(m)
     yield ""
     files = [(f.path, human_bytes(f.num_bytes), f.sha256[:16]) for f in m.files]
     yield table("Files", ("path", "size", "sha256"), files)
+
+
+def _variants_table(m: Manifest) -> RenderableType:
+    """Quantized graphs; the precision that runs unless another is asked for is in the title."""
+    rows = [
+        (
+            v.role,
+            v.precision,
+            v.num_layers,
+            "-" if v.smoothquant is None else v.smoothquant,
+            v.scales or "-",
+            ", ".join(v.kept[:4]) + (f" and {len(v.kept) - 4} more" if len(v.kept) > 4 else ""),
+        )
+        for v in m.variants
+    ]
+    title = f"Quantized graphs (runs in {m.run_precision or m.precision})"
+    return table(title, ("model", "precision", "layers", "smoothquant", "scales", "kept high"), rows)
 
 
 def parity_table(manifest: Manifest) -> RenderableType:

@@ -36,7 +36,7 @@ def test_everything_is_measured(checked: Checked) -> None:
     assert [layer.sqnr_db for layer in checked.noise] == sorted(layer.sqnr_db for layer in checked.noise)
     assert checked.noise[0].sqnr_db > 15  # six bits would give more, scales that are off by two would not
     assert list(checked.accuracy) == ["fp32", "int8"] and checked.accuracy["fp32"].ratio == 0
-    assert checked.accuracy["fp32"].match_rate == 1 and checked.accuracy["int8"].num_answer_tokens == 16
+    assert checked.accuracy["fp32"].match_rate == 1 and 8 < checked.accuracy["int8"].num_answer_tokens <= 16
     combinations = {(row.target, row.drafter, row.mode) for row in checked.acceptance}
     assert len(combinations) == 8 and ("int8", "fp32", "xPress") in combinations
     assert checked.acceptance[0].change == 0 and checked.acceptance[0].tau >= 1
