@@ -94,23 +94,24 @@ def quantize_build(folder: Path, precision: str, prompts: Path | None) -> None:
     """Calibrate a bundle that was just built, if `precision` needs it, and quantize it, unless that is done already."""
     from xpress_export.calibration.calibrate import CalibrateOptions, calibrate, save_scales
     from xpress_export.calibration.quantize import QuantizeOptions, quantize
+    from xpress_export.calibration.scales import read_scales
     from xpress_export.manifest import read_manifest
 
-    manifest = read_manifest(folder)
-    if any(variant.precision == precision for variant in manifest.variants) and manifest.run_precision == precision:
+    manifest, progress = read_manifest(folder), ui.ConsoleProgress(err)
+    options, weights_only = CalibrateOptions(prompts=prompts), precision.endswith("-weight")
+    made = [variant for variant in manifest.variants if variant.precision == precision]
+    same = weights_only or all(read_scales(folder / str(v.scales)).dataset == options.read()[1] for v in made)
+    if made and same and manifest.run_precision == precision:
         _report(folder, manifest, {precision})
         return
-    progress = ui.ConsoleProgress(err)
-    weights_only = precision.endswith("-weight")
     if not weights_only:
         if prompts is None:
-            err.print(
-                "Calibrating with a few prompts of our own; give yours with --calibration-prompts.", style="yellow"
-            )
-        save_scales(folder, calibrate(folder, CalibrateOptions(prompts=prompts), progress), None)
+            ours = "Calibrating with a few prompts of our own; give yours with --calibration-prompts."
+            err.print(ours, style="yellow")
+        save_scales(folder, calibrate(folder, options, progress), None)
     alpha = DEFAULT_ALPHA if precision == "int8" else None
-    options = QuantizeOptions(precision=precision, smoothquant=alpha, run=True)
-    _report(folder, quantize(folder, options, progress), {precision})
+    wanted = QuantizeOptions(precision=precision, smoothquant=alpha, run=True)
+    _report(folder, quantize(folder, wanted, progress), {precision})
 
 
 def _report(bundle: Path, manifest: Any, precisions: set[str]) -> None:
