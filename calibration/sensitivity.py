@@ -23,7 +23,7 @@ import onnx_ir as ir
 from xpress_export import names
 from xpress_export.calibration.acceptance import load_graphs
 from xpress_export.calibration.accuracy import compare, make_passages, score
-from xpress_export.calibration.layers import find_sites, matches
+from xpress_export.calibration.layers import KEPT_BY_DEFAULT, find_sites, matches
 from xpress_export.calibration.qdq import DataFile, write_variant
 from xpress_export.calibration.recipe import make_recipe
 from xpress_export.calibration.runtimes import answer, runtime_of
@@ -44,10 +44,14 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True)
 class Sensitivity:
-    """trials: one group at a time, the most helpful first. recipe: the proposal, None if no trial met the budget."""
+    """trials: one group at a time, the most helpful first. recipe: the proposal, None if no trial met the budget.
+
+    options: further words of the `quantize` command, those that the variant was made with.
+    """
 
     role: str
     precision: str
+    options: tuple[str, ...]
     budget: float
     quantized: Trial
     trials: tuple[Trial, ...]
@@ -58,8 +62,9 @@ class Sensitivity:
         if self.recipe is None:
             return None
         other = names.DRAFTER if self.role == names.TARGET else names.TARGET
-        skip = " ".join(f"--skip {self.role}:{group}" for group in self.recipe.left_out)
-        return f"xpress-export quantize {bundle} --precision {self.precision} --{other} none {skip}".rstrip()
+        skip = [f"--skip {self.role}:{group}" for group in self.recipe.left_out]
+        words = [f"xpress-export quantize {bundle} --precision {self.precision} --{other} none", *self.options, *skip]
+        return " ".join(words)
 
 
 Measure = Callable[[Sequence[str]], float]
@@ -94,11 +99,20 @@ def find_recipe(
     return Sensitivity(
         role=variant.role,
         precision=variant.precision,
+        options=_options(variant),
         budget=budget,
         quantized=whole,
         trials=tuple(trials),
         recipe=recipe,
     )
+
+
+def _options(variant: VariantRecord) -> tuple[str, ...]:
+    """What `quantize` was told, as far as the record shows it."""
+    words = [] if variant.smoothquant is None else [f"--smoothquant {variant.smoothquant}"]
+    words += [] if variant.block_size is None else [f"--block-size {variant.block_size}"]
+    kept = [layer for layer in variant.kept if layer.rsplit(".", 1)[-1] not in KEPT_BY_DEFAULT]
+    return (*words, *(f"--skip {variant.role}:{layer}" for layer in kept))
 
 
 def _grow(whole: Trial, trials: Sequence[Trial], budget: float, measure: Measure, progress: Progress) -> Trial | None:

@@ -118,6 +118,11 @@ def test_sensitivity_finds_the_layer_that_hurts(quantized_bundle: Path, checked:
     assert {trial.left_out[0] for trial in found.trials} == set(groups[:2])
     assert not list(quantized_bundle.parent.glob(".*"))
     open_bundle(quantized_bundle)
+    command = dataclasses.replace(found, recipe=found.trials[0]).command("b")
+    expected = (
+        f"quantize b --precision int8 --drafter none --smoothquant 0.6 --skip target:{found.trials[0].left_out[0]}"
+    )
+    assert command == f"xpress-export {expected}"
 
 
 def test_ratio_of_sums() -> None:

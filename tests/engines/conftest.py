@@ -65,7 +65,8 @@ def quantized_bundle(half_bundle: Path, tmp_path_factory: pytest.TempPathFactory
     manifest = read_manifest(folder)
     write_manifest(folder, dataclasses.replace(manifest, platform="dgx-spark"))  # which has all four
     for precision in platforms.QUANTIZED:
-        quantize(folder, QuantizeOptions(precision=precision, include=("fc", "lm_head")))
+        alpha = 0.6 if precision == "int8" else None
+        quantize(folder, QuantizeOptions(precision=precision, smoothquant=alpha, include=("fc", "lm_head")))
     return folder
 
 
