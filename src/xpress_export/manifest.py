@@ -165,19 +165,16 @@ class Manifest:
         """The models present, in the order they run."""
         return tuple(role for role in names.ROLES if getattr(self, role) is not None)
 
-    def precisions(self, role: str) -> tuple[str, ...]:
-        """What a model's graph is in, that of the bundle first."""
+    def precisions(self, role: str) -> tuple[str, ...]:  # that of the bundle first
         return (self.precision, *(variant.precision for variant in self.variants if variant.role == role))
 
     def graph(self, role: str, precision: str, *, decomposed: bool = False) -> GraphRecord | None:
         """The graph of a model in a precision and lowering, or None if the bundle has no such graph."""
         if precision == self.precision:
             return (self.decomposed if decomposed else self.graphs).get(role)
-        for variant in self.variants:
-            file = variant.decomposed if decomposed else variant.file
-            if (variant.role, variant.precision) == (role, precision) and file is not None:
-                return replace(self.graphs[role], file=file, data=variant.data)
-        return None
+        found = [v for v in self.variants if (v.role, v.precision) == (role, precision)]
+        file = (found[0].decomposed if decomposed else found[0].file) if found else None
+        return None if file is None else replace(self.graphs[role], file=file, data=found[0].data)
 
     @property
     def num_bytes(self) -> int:
@@ -304,17 +301,15 @@ def _check_variants(m: Manifest) -> None:
         if variant.role not in m.graphs:
             refuse(f"{where}.role", f"one of {', '.join(m.graphs)}", variant.role)
         if (variant.decomposed is None) != (not m.decomposed):
-            expected = "a graph, as the bundle has that lowering" if m.decomposed else "null without that lowering"
-            refuse(f"{where}.decomposed", expected, variant.decomposed)
+            refuse(f"{where}.decomposed", "there exactly if the bundle has that lowering", variant.decomposed)
         files = {"file": variant.file, "decomposed": variant.decomposed, "scales": variant.scales}
         for field, path in [*files.items(), *((f"data[{i}]", path) for i, path in enumerate(variant.data))]:
             if path is not None and path not in listed:
                 refuse(f"{where}.{field}", "listed in files", path)
     if len({(variant.role, variant.precision) for variant in m.variants}) != len(m.variants):
         raise FieldError("variants", "should not hold two of one role and precision")
-    known = {m.precision, *(variant.precision for variant in m.variants)}
-    if m.run_precision is not None and m.run_precision not in known:
-        refuse("run_precision", f"null or one of {', '.join(sorted(known))}", m.run_precision)
+    known = (None, m.precision, *dict.fromkeys(variant.precision for variant in m.variants))
+    one_of(m, "run_precision", known)
 
 
 def _check_engines(m: Manifest) -> None:
