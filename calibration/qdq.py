@@ -4,7 +4,7 @@
     MatMul(x, W)             MatMul(DQ(Q(x)), DQ(codes of W))       int8, fp8
                              MatMul(x, DQ(codes of W))              weight only
 
-One Q and one DQ per tensor, however many products read it; nothing else is touched, so no Q/DQ is stranded on a
+One Q and one DQ per activation, however many products read it; nothing else is touched, so no Q/DQ is stranded on a
 residual. The result is a standard ONNX graph of the opset it had. Codes lie in a data file of their own, everything
 else stays where the original has it: embedding and head are never stored twice. Peak memory is a few copies of the
 largest quantized matrix.
@@ -134,12 +134,11 @@ def _quantize_activations(graph: ir.Graph, sites: Sequence[Site], recipe: Recipe
 def _quantize_weights(
     graph: ir.Graph, sites: Sequence[Site], recipe: Recipe, data: DataFile, advance: Callable[[float], None]
 ) -> None:
-    done: dict[str, ir.Value] = {}
+    """A DequantizeLinear for each product, also where two read one weight: TensorRT cannot fuse a shared one."""
     for site in sites:
-        if site.layer not in done:
-            done[site.layer] = _dequantized(graph, site, recipe, data)
+        site.node.replace_input_with(1, _dequantized(graph, site, recipe, data))
+        if site.name == site.layer:
             advance(float(np.prod(site.shape)))
-        site.node.replace_input_with(1, done[site.layer])
 
 
 def _dequantized(graph: ir.Graph, site: Site, recipe: Recipe, data: DataFile) -> ir.Value:
@@ -156,8 +155,8 @@ def _dequantized(graph: ir.Graph, site: Site, recipe: Recipe, data: DataFile) ->
         return made[0]
 
     inputs = (
-        _initializer(graph, data.tensor(f"{site.layer}.codes", lambda: codes().codes)),
-        _initializer(graph, data.tensor(f"{site.layer}.scale", lambda: codes().scale)),
+        _initializer(graph, _renamed(data.tensor(f"{site.layer}.codes", lambda: codes().codes), f"{site.name}.codes")),
+        _initializer(graph, _renamed(data.tensor(f"{site.layer}.scale", lambda: codes().scale), f"{site.name}.scale")),
     )
     attributes: list[ir.Attr] = []
     if recipe.precision == "int4-weight":
@@ -165,10 +164,27 @@ def _dequantized(graph: ir.Graph, site: Site, recipe: Recipe, data: DataFile) ->
         attributes = [ir.AttrInt64("axis", 0), ir.AttrInt64("block_size", shapes[0] // shapes[1])]
     elif recipe.precision != "fp8":
         attributes = [ir.AttrInt64("axis", 1)]
-    node = ir.Node("", "DequantizeLinear", inputs, attributes, name=f"{site.layer}.weight")
+    node = ir.Node("", "DequantizeLinear", inputs, attributes, name=f"{site.name}.weight")
     node.outputs[0].type, node.outputs[0].shape = ir.TensorType(site.weight.dtype), ir.Shape(site.shape)
     graph.insert_before(site.node, node)
     return node.outputs[0]
+
+
+def _renamed(tensor: ir.TensorProtocol, name: str) -> ir.TensorProtocol:
+    """The same bytes under another name: TensorRT fails on codes that two products dequantize (1.7.1, Myelin)."""
+    if tensor.name == name:
+        return tensor
+    if not isinstance(tensor, ir.ExternalTensor):
+        return ir.tensor(tensor.numpy(), name=name)
+    return ir.ExternalTensor(
+        tensor.location,
+        tensor.offset,
+        tensor.length,
+        tensor.dtype,
+        shape=tensor.shape,
+        name=name,
+        base_dir=tensor.base_dir,
+    )
 
 
 def _initializer(graph: ir.Graph, tensor: ir.TensorProtocol) -> ir.Value:

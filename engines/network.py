@@ -54,7 +54,7 @@ def describe(library: Library, layers: list[Any]) -> NetworkFacts:
         if weight is None:
             continue  # scores and values of decomposed attention: no weights
         left, right = (_precision(layer.get_input(k), producers) for k in range(2))
-        precision = left if left == right else f"{min(left, right)} weights" if _is_narrow(right) else right
+        precision = left if left == right else f"{right} weights" if _is_narrow(right) else right
         matmuls[precision] += 1
         flops[precision] += 2 * prod(weight.shape)
     return NetworkFacts(
