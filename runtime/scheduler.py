@@ -70,7 +70,7 @@ class Scheduler:
                 raise closed()
             if self._max_queue is not None and len(self._waiting) >= max(self._max_queue, self._num_free()):
                 raise QueueFullError(
-                    f"{len(self._waiting)} requests are waiting, as many as max_queue allows; try again later"
+                    f"the queue is full: {len(self._waiting)} waiting, as many as max_queue allows; try again later"
                 )
             self._waiting.append(request)
             if self._thread is None:

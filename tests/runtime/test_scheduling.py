@@ -207,7 +207,7 @@ def test_the_queue_is_bounded_where_asked(tiny_bundle: Path, stories: Any) -> No
         next(running)
         waiting = [greedy(small, stories[1], 3, 4) for _ in range(2)]
         with pytest.raises(
-            QueueFullError, match="2 requests are waiting, as many as max_queue allows; try again later"
+            QueueFullError, match="2 waiting, as many as max_queue allows; try again later"
         ):
             greedy(small, stories[1], 3, 4)
         running.cancel()
