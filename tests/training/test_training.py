@@ -176,11 +176,15 @@ def test_options_that_are_refused(tmp_path: Path, text: str, message: str) -> No
         read_train_options(path, "target", ("data",), "out")
 
 
-def test_the_guides_configuration_is_one(tmp_path: Path) -> None:
+def test_the_guides_configurations_are_some(tmp_path: Path) -> None:
     guide = Path(__file__).parents[2] / "docs" / "training.md"
-    path = tmp_path / "run.toml"
-    path.write_text(guide.read_text(encoding="utf-8").split("```toml\n")[1].split("```")[0])
-    assert read_train_options(path, "target", ("data",), "out").drafter.first_slot == 0
+    blocks = [part.split("```")[0] for part in guide.read_text(encoding="utf-8").split("```toml\n")[1:]]
+    path, found = tmp_path / "run.toml", []
+    for block in blocks:
+        path.write_text(block)
+        found.append(read_train_options(path, "target", ("data",), "out"))
+    drafter, joint = found
+    assert drafter.drafter.first_slot == 0 and joint.drafter.init == "runs/drafter/drafter"
 
 
 def test_options_from_a_file(tmp_path: Path) -> None:
