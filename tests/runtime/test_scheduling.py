@@ -206,9 +206,7 @@ def test_the_queue_is_bounded_where_asked(tiny_bundle: Path, stories: Any) -> No
         running = greedy(small, stories[0], 1, 500, mode="target")
         next(running)
         waiting = [greedy(small, stories[1], 3, 4) for _ in range(2)]
-        with pytest.raises(
-            QueueFullError, match="2 waiting, as many as max_queue allows; try again later"
-        ):
+        with pytest.raises(QueueFullError, match="2 waiting, as many as max_queue allows; try again later"):
             greedy(small, stories[1], 3, 4)
         running.cancel()
         assert [list(handle.result().token_ids) for handle in waiting] == [stories[1].expected(3, 4)] * 2
