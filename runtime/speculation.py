@@ -105,6 +105,14 @@ class Speculation:
 
     def choose(self, slots: Sequence[Slot]) -> Choice:
         """What the adaptive slots among these should do in the next cycle."""
+        choice = self._choose(slots)
+        # Noted here, not when it has run: a batch drafts what its other requests ask for too.
+        arm = Choice(self._most.num_drafts, choice.refine_passes) if choice.num_drafts else choice
+        self._last_tried[arm] = self._cycle
+        self._num_tried[arm] += 1
+        return choice
+
+    def _choose(self, slots: Sequence[Slot]) -> Choice:
         self._cycle += 1
         untried = [arm for arm in self._arms if self._num_tried[arm] < _FIRST_TRIES]
         if untried:
@@ -130,9 +138,6 @@ class Speculation:
             self._draft.learn(batch * (block + self._first_slot), times.draft_ms)
             if passes:
                 self._refine[passes].learn(batch * block, times.refine_ms)
-        tried = Choice(self._most.num_drafts if drafted else 0, passes)
-        self._last_tried[tried] = self._cycle
-        self._num_tried[tried] += 1
         for slot, (num_drafted, num_accepted) in zip(slots, outcomes, strict=True):
             if num_drafted:
                 own = self._rates.get(slot) or self._rates.setdefault(slot, Rates(self._most))

@@ -97,6 +97,20 @@ def test_it_switches_off_when_drafts_lose_and_on_again_when_they_win() -> None:
         assert (share > 0.85) == expected and (share < 0.15) == (not expected)
 
 
+def test_a_request_of_a_fixed_mode_in_the_batch_does_not_keep_the_others_from_trying() -> None:
+    """Whatever is chosen, the batch drafts a whole block, because one of its requests says so."""
+    policy, slots, machine = Speculation(MOST, 1), new_slots(2), Machine(rates=(0.7, 0.75, 0.8))
+    chosen = []
+    for _ in range(60):
+        chosen.append(policy.choose(slots))
+        for slot in slots:
+            slot.num_drafts, slot.refine_passes = MOST.num_drafts, MOST.refine_passes
+        times = Times(draft_ms=8, refine_ms=3, verify_ms=machine.time(MOST, 2) - 11)
+        policy.learn(slots, [(MOST.num_drafts, 3)] * 2, times)
+    assert {choice.num_drafts for choice in chosen} > {0}
+    assert Counter(choice.num_drafts == 0 for choice in chosen).most_common(1)[0][0] is False
+
+
 def test_a_new_request_starts_from_what_others_taught() -> None:
     policy = Speculation(MOST, 1)
     run(policy, Machine(rates=(0.02, 0.02, 0.02)), new_slots(1), 300)
