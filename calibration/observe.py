@@ -51,9 +51,6 @@ class _ObservedCall(Call):
         assert array.flags.c_contiguous, f"{name} is not contiguous"
         self._fetched[name] = array
 
-    def unbind_output(self, name: str) -> None:
-        self._fetched.pop(name, None)
-
     def run(self) -> None:
         known = self._fetched | self._fed
         watched = [name for name in self._watching.tensors if name not in known]

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-import numpy as np
-
 from xpress_export.manifest import Manifest
 from xpress_export.runtime import Result, Runtime, SamplingParams
+from xpress_export.runtime.api import read_draft_ids
 from xpress_export.runtime.backend import Graph
 from xpress_export.runtime.text import TextCodec
 
@@ -16,9 +15,7 @@ from xpress_export.runtime.text import TextCodec
 def runtime_of(folder: Path, manifest: Manifest, graphs: Mapping[str, Graph]) -> Runtime:
     """A runtime of the bundle in `folder` that runs `graphs`, one for each of its models."""
     codec = TextCodec.open(folder / manifest.text.folder)
-    vocab = manifest.draft.vocab_file if manifest.draft else None
-    draft_ids = np.load(folder / vocab) if vocab is not None else None
-    return Runtime(manifest, codec, dict(graphs), draft_ids=draft_ids, num_slots=1)
+    return Runtime(manifest, codec, graphs, draft_ids=read_draft_ids(folder, manifest), num_slots=1)
 
 
 def answer(runtime: Runtime, prompt: str, max_new_tokens: int, mode: str | None = None) -> Result:

@@ -127,7 +127,7 @@ class Runtime:
             manifest,
             codec.result(),
             {role: graph.result() for role, graph in graphs.items()},
-            draft_ids=_draft_ids(folder, manifest),
+            draft_ids=read_draft_ids(folder, manifest),
             max_queue=max_queue,
             kv_budget_bytes=kv_budget_bytes,
             **limits,
@@ -299,7 +299,7 @@ def _why_plain(mode: str, params: SamplingParams) -> str:
     return "mode target was asked for" if params.mode == mode else "the bundle has no drafter"
 
 
-def _draft_ids(folder: Path, manifest: Manifest) -> np.ndarray | None:
+def read_draft_ids(folder: Path, manifest: Manifest) -> np.ndarray | None:
     """The target's token id of each row of a reduced draft vocabulary."""
     if manifest.draft is None or manifest.draft.vocab_file is None:
         return None

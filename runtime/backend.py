@@ -1,8 +1,8 @@
 """ONNX Runtime on CPU behind a narrow interface: load a graph, bind named buffers, run.
 
-A `Graph` is loaded once and shared; ONNX Runtime sessions are thread-safe. A `Call` belongs to one request: it
-remembers what is bound, so that a steady-state call re-binds nothing and allocates nothing. Inputs and outputs
-live in the caller's numpy arrays; binding a cache array as `past_*` and `present_*` makes the update in place.
+A `Graph` is loaded once. A `Call` is one set of bound buffers, such as those of a range of slots: it remembers what
+is bound, so that a call of the same shape binds nothing again. Inputs and outputs live in the caller's numpy arrays;
+binding a cache array as `past_*` and `present_*` makes the update in place.
 """
 
 from __future__ import annotations
@@ -25,22 +25,16 @@ _CONFIG = {"session.intra_op.allow_spinning": "0"}
 DTYPES: Mapping[str, type] = {"float32": np.float32, "float16": np.float16, "int64": np.int64}
 
 
-def import_onnxruntime() -> Any:
-    """The module; MissingDependencyError where it is not installed."""
-    try:
-        import onnxruntime
-    except ImportError as err:
-        raise MissingDependencyError("onnxruntime", "run a bundle on this machine", "cpu") from err
-    return onnxruntime
-
-
 def open_session(model: bytes, path: Path, num_threads: int | None = None, *, exact: bool = False) -> Any:
     """A session of a serialized graph; `path` names it in errors, its folder holds the weights. exact: see `kernels`.
 
     num_threads: None, one per core. They sleep between calls: threads that spin while they wait for the next call
     steal the cores from the other graphs of a trio, which take turns (a verify step took 2.7 times as long).
     """
-    ort = import_onnxruntime()
+    try:
+        import onnxruntime as ort
+    except ImportError as err:
+        raise MissingDependencyError("onnxruntime", "run a bundle on this machine", "cpu") from err
     options = ort.SessionOptions()
     options.log_severity_level = 3
     options.intra_op_num_threads = num_threads or 0
@@ -90,7 +84,7 @@ class Graph:
 
 
 class Call:
-    """One request's bound buffers of one graph."""
+    """Bound buffers of one graph."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph

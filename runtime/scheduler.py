@@ -179,11 +179,15 @@ class Scheduler:
         if params.reshapes or params.logprobs is not None:
             sampler = Sampler(params, request.prompt, self._vocab_size)
             stats.seed = sampler.seed if params.temperature > 0 else None
-        slot = Slot(
-            index=index, speculates=plan.num_drafts > 0, sampler=sampler, stats=stats, num_left=plan.max_new_tokens
+        return Slot(
+            index=index,
+            speculates=plan.num_drafts > 0,
+            sampler=sampler,
+            stats=stats,
+            num_left=plan.max_new_tokens,
+            num_drafts=plan.num_drafts,
+            refine_passes=plan.refine_passes,
         )
-        slot.num_drafts, slot.refine_passes = plan.num_drafts, plan.refine_passes
-        return slot
 
     def _prefill(self) -> None:
         if self._prefilling is None:
@@ -244,9 +248,7 @@ class Scheduler:
         for request, slot in adaptive:
             if request.plan.num_drafts:
                 slot.num_drafts, slot.refine_passes = choice.num_drafts, choice.refine_passes
-                request.stats.speculation_off = (
-                    None if choice.num_drafts else "plain decoding was measured to be faster"
-                )
+                request.stats.speculation_off = None if choice.num_drafts else _PLAIN_IS_FASTER
 
     def _commit(self, request: Request, slot: Slot, tokens: list[int]) -> None:
         """Pass committed tokens on, and end the request where they end it."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -62,7 +63,7 @@ def usage(stats: Stats) -> Json:
     }
 
 
-class Reply:
+class Reply(ABC):
     """One answer under way. Subclasses give the two OpenAI shapes; both hold one choice, number 0."""
 
     prefix: str
@@ -101,11 +102,13 @@ class Reply:
         event = {**self._head, "object": self.part_kind, "choices": choices}
         return {**event, "usage": None} if self._with_usage else event
 
+    @abstractmethod
     def _choice(self, text: str, logprobs: Sequence[TokenLogprobs], finish_reason: str | None) -> Json:
-        raise NotImplementedError
+        """One choice of an event."""
 
+    @abstractmethod
     def _whole_choice(self, result: Result) -> Json:
-        raise NotImplementedError
+        """The choice of an answer in one piece."""
 
     def _token(self, token_id: int) -> str:
         """What a token adds to a text, with marks for unfinished characters; of a special token, its name."""
