@@ -30,6 +30,28 @@ Bindings (all graphs; dtype `float` is the graph's precision):
              in         previous                 int64   [B]           the token before the anchor
              out        refined_tokens           int64   [B, N-first]  one Jacobi pass
              out        refined_logits           float   [B, N-first, Vd]  bound only to sample
+    accept   in         input_ids                int64   [B, S]        first the given tokens, then drafts
+             in         next_token               int64   [B, S]        of the target call over them
+             in         num_given                int64   [B]           how many tokens are given; 0: idle slot
+             in         max_accept               int64   [B]           drafts that may be accepted at most
+             in         write_index              int64   [B]
+             out        num_committed            int64   [B]           given and accepted; 0: idle slot
+             out        anchor, previous         int64   [B]           of the next block; any valid id if idle
+             out        next_write_index         int64   [B]           write_index + num_committed
+             out        next_given               int64   [B]           1, or 0 if idle
+    step     in         input_ids                int64   [B, S]        as for accept
+             in         num_given, max_accept, write_index  int64 [B]  one write_index for both caches
+             in         block_ids                int64   [B, N]        mask ids; the anchor replaces slot 0
+             in/out     past_* / present_*       float   [B, H, C, D]  the target's cache
+             in/out     draft_past_* / draft_present_*  float [B, H, C, D]  the drafter's
+             out        next_token               int64   [B, S]
+             out        num_committed            int64   [B]
+             out        next_ids                 int64   [B, 1+N-first]  anchor, refined draft tokens
+             out        next_given               int64   [B]
+             out        next_write_index         int64   [B]
+
+`accept` decides what a cycle commits where the host would. `step` is a whole cycle in one graph: the target over
+`input_ids`, `accept`, the drafter and its refiner; `next_*` are the inputs of the next cycle.
 """
 
 from __future__ import annotations
@@ -38,6 +60,16 @@ TARGET = "target"
 DRAFTER = "drafter"
 REFINER = "refiner"
 ROLES = (TARGET, DRAFTER, REFINER)
+
+ACCEPT = "accept"
+STEP = "step"
+CYCLE = (ACCEPT, STEP)
+"""Graphs that are no model's own."""
+
+LAYOUT_SPLIT = "split"
+LAYOUT_FUSED = "fused"
+LAYOUTS = (LAYOUT_SPLIT, LAYOUT_FUSED)
+"""How a cycle runs: a graph for each model and `accept` between them, or `step` alone."""
 
 MODE_TARGET = "target"
 MODE_DFLASH = "dflash"
@@ -58,6 +90,11 @@ ANCHOR = "anchor"
 PREVIOUS = "previous"
 REFINED_TOKENS = "refined_tokens"
 REFINED_LOGITS = "refined_logits"
+NUM_GIVEN = "num_given"
+MAX_ACCEPT = "max_accept"
+NEXT_IDS = "next_ids"
+NEXT_GIVEN = "next_given"
+NEXT_WRITE_INDEX = "next_write_index"
 
 ACTIVATION_ZERO = "activation_zero_point"
 """Initializer of a quantized graph: the zero that all its activations are quantized with."""
@@ -77,3 +114,19 @@ def present_key(layer: int) -> str:
 
 def present_value(layer: int) -> str:
     return f"present_value_{layer}"
+
+
+def draft_past_key(layer: int) -> str:
+    return f"draft_past_key_{layer}"
+
+
+def draft_past_value(layer: int) -> str:
+    return f"draft_past_value_{layer}"
+
+
+def draft_present_key(layer: int) -> str:
+    return f"draft_present_key_{layer}"
+
+
+def draft_present_value(layer: int) -> str:
+    return f"draft_present_value_{layer}"
