@@ -79,8 +79,8 @@ class Decoder:
         self._draft_order = np.argsort(draft_ids)
         self._draft_ids = draft_ids[self._draft_order]
 
-    def prefill(self, slot: Slot, chunk: Sequence[int]) -> None:
-        """Append a chunk of the prompt to the slot's caches."""
+    def prefill(self, slot: Slot, chunk: Sequence[int], *, is_last: bool) -> None:
+        """Append a chunk of the prompt to the slot's caches; nothing more is due after the last one."""
         with self.times.timed("prefill_ms"):
             self._target.run(slot.index, np.array([chunk], np.int64))
             self._commit(slot, 0, len(chunk))

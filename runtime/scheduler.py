@@ -96,14 +96,13 @@ class Scheduler:
         """A snapshot."""
         with self._lock:
             memory, running = self._decoder.memory, self._num_running()
-            used = [int(memory.target.write_index[i]) for i in range(self._num_slots)]
             return replace(
                 self._stats,
                 num_running=running,
                 num_waiting=len(self._waiting),
-                kv_rows_used=sum(used),
-                kv_capacity=memory.target.cache.capacity,
-                kv_bytes=memory.target.cache.capacity * memory.bytes_per_row * self._num_slots,
+                kv_rows_used=sum(memory.rows(i) for i in range(self._num_slots)),
+                kv_capacity=memory.capacity,
+                kv_bytes=memory.capacity * memory.bytes_per_row * self._num_slots,
             )
 
     def _num_running(self) -> int:
@@ -195,7 +194,8 @@ class Scheduler:
         request, slot = self._prefilling
         start = request.stats.num_prefilled_tokens
         size = min(self._chunk, _BUSY_CHUNK) if self._decoding else self._chunk
-        self._decoder.prefill(slot, request.prompt[start : start + size])
+        chunk = request.prompt[start : start + size]
+        self._decoder.prefill(slot, chunk, is_last=start + len(chunk) == len(request.prompt))
         spent = self._decoder.times.prefill_ms
         request.stats.prefill_ms += spent
         for other, _ in self._decoding:

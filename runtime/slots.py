@@ -285,6 +285,15 @@ class Slots:
         """Bytes of KV cache of one token in one slot."""
         return sum(part.cache.bytes_per_row for part in (self.target, self.drafter) if part is not None)
 
+    @property
+    def capacity(self) -> int:
+        """Rows of each slot's cache."""
+        return self.target.cache.capacity
+
+    def rows(self, slot: int) -> int:
+        """Committed rows of a slot."""
+        return int(self.target.write_index[slot])
+
     def reset(self, slot: int) -> None:
         """Forget a slot's rows; what lies in the caches is overwritten as the next request grows."""
         self.target.write_index[slot] = 0
