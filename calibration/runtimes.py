@@ -7,7 +7,7 @@ from pathlib import Path
 
 from xpress_export.manifest import Manifest
 from xpress_export.runtime import Result, Runtime, SamplingParams
-from xpress_export.runtime.api import read_draft_ids
+from xpress_export.runtime.api import host_decoder
 from xpress_export.runtime.backend import Graph
 from xpress_export.runtime.text import TextCodec
 
@@ -15,7 +15,7 @@ from xpress_export.runtime.text import TextCodec
 def runtime_of(folder: Path, manifest: Manifest, graphs: Mapping[str, Graph]) -> Runtime:
     """A runtime of the bundle in `folder` that runs `graphs`, one for each of its models."""
     codec = TextCodec.open(folder / manifest.text.folder)
-    return Runtime(manifest, codec, graphs, draft_ids=read_draft_ids(folder, manifest), num_slots=1)
+    return Runtime(manifest, codec, host_decoder(folder, manifest, graphs, num_slots=1), num_slots=1)
 
 
 def answer(runtime: Runtime, prompt: str, max_new_tokens: int, mode: str | None = None) -> Result:

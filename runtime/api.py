@@ -12,6 +12,7 @@ on one thread of the runtime's own; the rest wait in line. No module state.
 
 from __future__ import annotations
 
+import logging
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -25,11 +26,15 @@ import numpy as np
 from xpress_export import names
 from xpress_export.errors import BundleError, RequestError
 from xpress_export.manifest import Manifest, read_manifest, verify_files, verify_sizes
-from xpress_export.precision import Precision, choose_precisions
+from xpress_export.precision import Precision
+from xpress_export.runtime import devices
 from xpress_export.runtime.backend import Graph
 from xpress_export.runtime.decode import Decoder
+from xpress_export.runtime.device import DTYPES, Device
 from xpress_export.runtime.params import SamplingParams
 from xpress_export.runtime.requests import Generation, Plan, Request, closed
+from xpress_export.runtime.resident import ResidentDecoder
+from xpress_export.runtime.resident_memory import Shape
 from xpress_export.runtime.scheduler import ADAPTIVE, Scheduler
 from xpress_export.runtime.slots import Block, Slots
 from xpress_export.runtime.speculation import Choice, Speculation
@@ -41,41 +46,40 @@ NUM_SLOTS = 8
 
 Messages = Sequence[Mapping[str, Any]]
 
+logger = logging.getLogger(__name__)
+
 
 class Runtime:
     """A bundle, loaded. Use as a context manager, or call `close`.
 
-    num_slots: requests that run together. prefill_chunk: prompt tokens per target call. max_queue: requests that
-    may wait for a slot, None: any number. kv_budget_bytes: most the KV caches may take, None: half of the memory.
+    decoder: what runs its cycles. num_slots: requests that run together. prefill_chunk: prompt tokens per target
+    call. max_queue: requests that may wait for a slot, None: any number. kv_budget_bytes: most the KV caches may
+    take, None: half of the memory. device: what it runs on, as `open` takes it. layout: split or fused.
     """
 
     def __init__(
         self,
         manifest: Manifest,
         codec: TextCodec,
-        graphs: Mapping[str, Graph],
+        decoder: Decoder | ResidentDecoder,
         *,
-        draft_ids: np.ndarray | None = None,
         num_slots: int = NUM_SLOTS,
         prefill_chunk: int = PREFILL_CHUNK,
         max_queue: int | None = None,
         kv_budget_bytes: int | None = None,
+        device: str = devices.CPU,
+        layout: str = names.LAYOUT_SPLIT,
     ) -> None:
-        self.manifest, self.codec = manifest, codec
-        self._roles = tuple(graphs)
-        draft = manifest.draft
-        self._block = Block(draft.block_size, draft.first_slot, draft.mask_token_id) if draft else None
-        dtype = next(t.dtype for t in manifest.graphs[names.TARGET].inputs if t.name == names.past_key(0))
-        most_rows = max(prefill_chunk, 1 + (self._block.num_draft_tokens if self._block else 0))
-        memory = Slots(graphs, dtype, num_slots, manifest.max_context, most_rows, self._block)
-        if draft_ids is None:
-            draft_ids = np.arange(manifest.target.vocab_size)
+        self.manifest, self.codec, self.device, self.layout = manifest, codec, device, layout
+        self._host_decides = isinstance(decoder, Decoder)
+        self._max_context = min(manifest.max_context, decoder.memory.max_context)
+        self._max_drafts = decoder.memory.max_drafts
         self._kv_budget = _memory_bytes() // 2 if kv_budget_bytes is None else kv_budget_bytes
-        first_slot = self._block.first_slot if self._block else 0
-        most = Choice(self._block.num_draft_tokens, draft.refine_passes) if draft and self._block else None
+        draft = manifest.draft
+        adapts = draft is not None and self._host_decides
         self._scheduler = Scheduler(
-            Decoder(memory, first_slot, draft_ids),
-            Speculation(most, first_slot) if most else None,
+            decoder,
+            Speculation(Choice(self._max_drafts, draft.refine_passes), draft.first_slot) if draft and adapts else None,
             num_slots=num_slots,
             max_queue=max_queue,
             kv_budget_bytes=self._kv_budget,
@@ -89,21 +93,28 @@ class Runtime:
         cls,
         folder: str | Path,
         *,
+        device: str | Device = devices.AUTO,
+        backend: str = devices.AUTO,
+        layout: str | None = None,
         precision: Precision = None,
         num_slots: int = NUM_SLOTS,
         num_threads: int | None = None,
         prefill_chunk: int = PREFILL_CHUNK,
+        max_draft_tokens: int | None = None,
         max_queue: int | None = None,
         kv_budget_bytes: int | None = None,
         on_verify: Callable[[int], None] | None = None,
     ) -> Self:
         """Load a bundle while every file of it is checked against the manifest.
 
+        device: "auto", "cpu", "cuda:0", or a `Device` of one's own. backend: "auto", "onnxruntime", "tensorrt" or
+        "tensorrt-rtx". layout: "split" or "fused", None: as the bundle was built.
         precision: one, or one for each of some models ({"target": "int8"}); None: what the bundle was built to run
         in. A model without a variant in a single precision runs in the bundle's own.
-        num_threads: of the CPU backend, None: one per core. on_verify: called with the number of bytes checked
-        since the last call. The others are the class's.
-        Raises BundleError if anything differs from the manifest, naming it.
+        num_threads: of the CPU backend, None: one per core. max_draft_tokens: of a block where the device decides
+        (GPU, fused): all its blocks are that long; None: the drafter's own. on_verify: called with the number of bytes
+        checked since the last call. The others are the class's.
+        Raises BundleError if anything differs from the manifest, naming it; EngineError for a device that is not there.
         """
         limits = {"num_slots": num_slots, "prefill_chunk": prefill_chunk}
         for name, value in limits.items():
@@ -112,24 +123,39 @@ class Runtime:
         folder = Path(folder)
         manifest = read_manifest(folder)
         verify_sizes(folder, manifest)
-        precisions = choose_precisions(manifest, precision)
+        layout = manifest.layout if layout is None else layout
+        if layout not in names.LAYOUTS:
+            raise RequestError(f"layout should be {' or '.join(names.LAYOUTS)}, got {layout!r}", "layout")
+        precisions = devices.role_precisions(manifest, precision, layout)
+        if isinstance(device, Device):
+            choice = devices.Choice(None if device.name == devices.CPU else 0, device.backend, "it was handed over")
+        else:
+            choice = devices.choose(manifest, device, backend, precisions, layout)
+        logger.info("running on %s with %s, layout %s: %s", choice.name, choice.backend, layout, choice.why)
+        files = devices.files(folder, manifest, choice, precisions, layout)
         with ThreadPoolExecutor() as pool:  # hashing takes as long as loading; nothing of a damaged bundle is returned
             intact = pool.submit(verify_files, folder, manifest, on_verify)
-            files = {role: manifest.graph(role, chosen) for role, chosen in precisions.items()}
             codec = pool.submit(TextCodec.open, folder / manifest.text.folder)
-            graphs = {
-                role: pool.submit(Graph, folder / record.file, role, num_threads)
-                for role, record in files.items()
-                if record
-            }
+            decoder: Decoder | ResidentDecoder
+            if device in {devices.AUTO, devices.CPU} and choice.index is None and layout == names.LAYOUT_SPLIT:
+                loading = {role: pool.submit(Graph, files[role], role, num_threads) for role in manifest.roles}
+                graphs = {role: graph.result() for role, graph in loading.items()}
+                decoder = host_decoder(folder, manifest, graphs, **limits)
+            else:
+                opened = device if isinstance(device, Device) else devices.open_device(choice, num_threads)
+                loaded = {role: pool.submit(opened.load, path, role) for role, path in files.items()}
+                programs = {role: program.result() for role, program in loaded.items()}
+                shape = _shape(manifest, max_draft_tokens, **limits)
+                decoder = ResidentDecoder(opened, programs, shape)
         intact.result()
         return cls(
             manifest,
             codec.result(),
-            {role: graph.result() for role, graph in graphs.items()},
-            draft_ids=read_draft_ids(folder, manifest),
+            decoder,
             max_queue=max_queue,
             kv_budget_bytes=kv_budget_bytes,
+            device=choice.name,
+            layout=layout,
             **limits,
         )
 
@@ -141,7 +167,8 @@ class Runtime:
             (names.MODE_DFLASH, names.DRAFTER),
             (names.MODE_XPRESS, names.REFINER),
         )
-        return tuple(mode for mode, role in roles if role in self._roles)
+        found = tuple(mode for mode, role in roles if role in self.manifest.roles)
+        return found if self.layout == names.LAYOUT_SPLIT else (found[0], found[-1])
 
     @property
     def closed(self) -> bool:
@@ -216,7 +243,8 @@ class Runtime:
         return list(ids)
 
     def _plan(self, num_prompt: int, params: SamplingParams) -> Plan:
-        context = self.manifest.max_context
+        self._check_device(params)
+        context = self._max_context
         if num_prompt == 0:
             raise RequestError("the prompt is empty", "prompt")
         if num_prompt >= context:
@@ -247,6 +275,31 @@ class Runtime:
             speculation_off=None if num_drafts else _why_plain(mode, params),
         )
 
+    def _check_device(self, params: SamplingParams) -> None:
+        """Refuse what a device that decides by itself cannot do."""
+        if self._host_decides:
+            return
+        if params.temperature > 0 and params.draft_sampling == "sampled":
+            raise RequestError(
+                f"draft_sampling 'sampled' draws drafts on the host, and on {self.device} with layout {self.layout} they "
+                f"stay on the device; use 'greedy', which is lossless too",
+                "draft_sampling",
+            )
+        if self.layout == names.LAYOUT_SPLIT:
+            return
+        if params.needs_sampler:
+            raise RequestError(
+                "the fused layout takes the target's likeliest token inside the graph: temperature, penalties, biases, "
+                "processors and logprobs need a runtime opened with layout 'split'"
+            )
+        unrolled = self.manifest.draft.refine_passes if self.manifest.draft else 0
+        if params.refine_passes not in {None, unrolled}:
+            raise RequestError(
+                f"refine_passes is {params.refine_passes}, and the fused step of this bundle has {unrolled} built in; "
+                f"open the runtime with layout 'split' to choose",
+                "refine_passes",
+            )
+
     def _check_memory(self, num_rows: int) -> None:
         most = self._scheduler.max_rows
         if num_rows > most:
@@ -259,11 +312,19 @@ class Runtime:
     def _mode(self, params: SamplingParams) -> str:
         """The mode asked for; left open, adaptive where there is something to choose and nothing is prescribed."""
         if params.mode is None:
-            if self._block is None:
+            if self.manifest.draft is None:
                 return names.MODE_TARGET
-            prescribed = params.num_draft_tokens is not None or params.refine_passes is not None
+            prescribed = (
+                not self._host_decides or params.num_draft_tokens is not None or params.refine_passes is not None
+            )
             depends_on_mode = params.temperature > 0 and params.draft_sampling == "sampled"
             return self.modes[-1] if prescribed or depends_on_mode else ADAPTIVE
+        if params.mode not in self.modes and self.layout == names.LAYOUT_FUSED:
+            raise RequestError(
+                f"mode {params.mode!r}: the fused step does {self.modes[-1]} and nothing less; "
+                f"open the runtime with layout 'split' for the others",
+                "mode",
+            )
         if params.mode not in self.modes:
             raise RequestError(
                 f"mode {params.mode!r} needs a {'refiner' if params.mode == names.MODE_XPRESS else 'drafter'}, "
@@ -273,24 +334,65 @@ class Runtime:
         return params.mode
 
     def _num_drafts(self, params: SamplingParams) -> int:
-        assert self._block is not None
-        most = self._block.num_draft_tokens
+        most = self._max_drafts
         if params.num_draft_tokens is not None and params.num_draft_tokens > most:
             raise RequestError(
-                f"num_draft_tokens is {params.num_draft_tokens}, the drafter's block yields at most {most}",
+                f"num_draft_tokens is {params.num_draft_tokens}, this runtime drafts at most {most}",
                 "num_draft_tokens",
             )
         return most if params.num_draft_tokens is None else params.num_draft_tokens
 
     def _passes(self, params: SamplingParams) -> int:
-        assert self._block is not None and self.manifest.draft is not None
-        most, asked = self._block.num_draft_tokens, params.refine_passes
+        assert self.manifest.draft is not None
+        most, asked = self.manifest.draft.num_draft_tokens, params.refine_passes
         if asked is not None and asked > most:
             raise RequestError(
                 f"refine_passes is {asked}; after {most} passes, one per draft token, a block no longer changes",
                 "refine_passes",
             )
         return self.manifest.draft.refine_passes if asked is None else asked
+
+
+def host_decoder(
+    folder: Path,
+    manifest: Manifest,
+    graphs: Mapping[str, Graph],
+    *,
+    num_slots: int = NUM_SLOTS,
+    prefill_chunk: int = PREFILL_CHUNK,
+) -> Decoder:
+    """The loop in which the host decides, on ONNX Runtime's CPU. graphs: one for each model of the bundle."""
+    draft = manifest.draft
+    block = Block(draft.block_size, draft.first_slot, draft.mask_token_id) if draft else None
+    most_rows = max(prefill_chunk, 1 + (block.num_draft_tokens if block else 0))
+    memory = Slots(graphs, _cache_dtype(manifest), num_slots, manifest.max_context, most_rows, block)
+    draft_ids = read_draft_ids(folder, manifest)
+    if draft_ids is None:
+        draft_ids = np.arange(manifest.target.vocab_size)
+    return Decoder(memory, block.first_slot if block else 0, draft_ids)
+
+
+def _shape(manifest: Manifest, max_draft_tokens: int | None, *, num_slots: int, prefill_chunk: int) -> Shape:
+    """Sizes of a loop in which the device decides."""
+    draft = manifest.draft
+    most = draft.num_draft_tokens if draft else 0
+    if max_draft_tokens is not None and draft is not None and not 1 <= max_draft_tokens <= most:
+        raise RequestError(
+            f"max_draft_tokens is {max_draft_tokens}; the drafter's block yields 1 to {most}", "max_draft_tokens"
+        )
+    return Shape(
+        num_slots=num_slots,
+        num_drafts=most if max_draft_tokens is None else min(most, max_draft_tokens),
+        first_slot=draft.first_slot if draft else 0,
+        mask_token_id=draft.mask_token_id if draft else 0,
+        max_context=manifest.max_context,
+        chunk=prefill_chunk,
+        dtype=DTYPES[_cache_dtype(manifest)],
+    )
+
+
+def _cache_dtype(manifest: Manifest) -> str:
+    return next(t.dtype for t in manifest.graphs[names.TARGET].inputs if t.name == names.past_key(0))
 
 
 def _why_plain(mode: str, params: SamplingParams) -> str:

@@ -8,21 +8,15 @@ binding a cache array as `past_*` and `present_*` makes the update in place.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from xpress_export.errors import BundleError, EngineError, MissingDependencyError
+from xpress_export.runtime.device import Array
 from xpress_export.runtime.kernels import lower
-
-Array = NDArray[Any]
 
 _WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"
 _CONFIG = {"session.intra_op.allow_spinning": "0"}
-DTYPES: Mapping[str, type] = {"float32": np.float32, "float16": np.float16, "int64": np.int64}
 
 
 def open_session(model: bytes, path: Path, num_threads: int | None = None, *, exact: bool = False) -> Any:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from xpress_export.runtime.backend import Array
+from xpress_export.runtime.device import Array
 from xpress_export.runtime.sampling import Distribution, Sampler
 from xpress_export.runtime.slots import Slots
 from xpress_export.runtime.stats import Stats
@@ -142,6 +142,12 @@ class Decoder:
         with self.times.timed("verify_ms"):
             self._target.run(0, ids)
         return [self._accept(slot, drafts) for slot in slots]
+
+    def recover(self) -> None:
+        """After a failed call; nothing outlives a call here."""
+
+    def close(self) -> None:
+        """Nothing but memory is held here."""
 
     def _accept(self, slot: Slot, drafts: Drafts) -> list[int] | Exception:
         b = slot.index

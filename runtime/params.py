@@ -105,6 +105,11 @@ class SamplingParams:
         penalised = self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
         return self.temperature > 0 or penalised or bool(self.logit_bias) or self.logits_processor is not None
 
+    @property
+    def needs_sampler(self) -> bool:
+        """Whether the host has to see the target's logits."""
+        return self.reshapes or self.logprobs is not None
+
 
 def _is_integer(value: Any) -> bool:
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)

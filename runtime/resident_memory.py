@@ -100,8 +100,10 @@ class Caches:
         if fixed:
             raise EngineError("the graphs of this bundle have caches of different sizes; compile them together")
         self.is_static = capacity is not None
-        if capacity is not None and capacity < shape.most_rows - shape.max_context + 2:
-            raise EngineError(f"the engine's cache has {capacity} rows, too few for a chunk of {shape.chunk}")
+        if capacity is not None and capacity < 2 * shape.width + 2:
+            raise EngineError(
+                f"the engine's cache has {capacity} rows, too few for blocks of {shape.num_drafts} drafts"
+            )
         self.version = 0
         self.capacity = min(FIRST_CAPACITY, shape.most_rows) if capacity is None else capacity
         self._buffers = self._allocate(self.capacity)
@@ -284,6 +286,18 @@ class ResidentMemory:
     def shrink(self) -> None:
         """Give back the memory that long requests took; only while no slot is in use."""
         self.caches.shrink(self.stream)
+
+    @property
+    def max_context(self) -> int:
+        """Tokens that a request may have: in a cache of fixed size, what two cycles that nobody reads leave of it."""
+        if not self.caches.is_static:
+            return self.shape.max_context
+        return min(self.shape.max_context, self.capacity - 2 * self.shape.width)
+
+    @property
+    def max_drafts(self) -> int:
+        """Draft tokens of a cycle."""
+        return self.shape.num_drafts
 
     # What the loop asks
 

@@ -13,6 +13,7 @@ queue in their request.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -21,9 +22,12 @@ from dataclasses import replace
 from xpress_export.errors import EngineError, QueueFullError, XpressExportError
 from xpress_export.runtime.decode import Decoder, Slot
 from xpress_export.runtime.requests import Chunk, Request, closed, failed
+from xpress_export.runtime.resident import ResidentDecoder
 from xpress_export.runtime.sampling import Sampler, TokenLogprobs
 from xpress_export.runtime.speculation import Speculation
 from xpress_export.runtime.stats import RuntimeStats
+
+logger = logging.getLogger(__name__)
 
 ADAPTIVE = "adaptive"
 _PLAIN_IS_FASTER = "plain decoding was measured to be faster"
@@ -35,7 +39,7 @@ class Scheduler:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: Decoder | ResidentDecoder,
         speculation: Speculation | None,
         *,
         num_slots: int,
@@ -51,6 +55,7 @@ class Scheduler:
         self._lock = threading.Condition()
         self._waiting: deque[Request] = deque()
         self._closing = False
+        self._lost: XpressExportError | None = None
         self._decoding: list[tuple[Request, Slot]] = []
         self._prefilling: tuple[Request, Slot] | None = None
         self._stats = RuntimeStats(num_slots=num_slots)
@@ -68,6 +73,8 @@ class Scheduler:
         with self._lock:
             if self._closing:
                 raise closed()
+            if self._lost is not None:
+                raise EngineError(f"the runtime takes no more requests: {self._lost}")
             if self._max_queue is not None and len(self._waiting) >= max(self._max_queue, self._num_free()):
                 raise QueueFullError(
                     f"the queue is full: {len(self._waiting)} waiting, as many as max_queue allows; try again later"
@@ -87,9 +94,12 @@ class Scheduler:
     def close(self) -> None:
         """End every request with ClosedError and the thread with it."""
         with self._lock:
-            self._closing = True
+            was_closing, self._closing = self._closing, True
             self._lock.notify()
-        if self._thread is not None and self._thread is not threading.current_thread():
+            never_ran = self._thread is None and not was_closing
+        if never_ran:
+            self._close_decoder()
+        elif self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
     def stats(self) -> RuntimeStats:
@@ -124,23 +134,38 @@ class Scheduler:
                 self._prefill()
                 self._decode()
             except Exception as error:  # an engine call failed: nothing in the batch can be trusted
-                if not isinstance(error, XpressExportError):
-                    error = EngineError(f"decoding failed with {type(error).__name__}: {error}")
-                self._fail_running(error)
+                self._fail_running(_as_ours(error))
+                self._recover()
             self._count_time(1e3 * (time.perf_counter() - started))
-        self._fail_running(closed())
+        end = self._lost or closed()
+        self._fail_running(end)
         with self._lock:
             waiting = list(self._waiting)
             self._waiting.clear()
         for request in waiting:
-            request.emit(None, error=closed())
+            request.emit(None, error=end)
+        self._close_decoder()
+
+    def _close_decoder(self) -> None:
+        try:
+            self._decoder.close()
+        except XpressExportError as error:  # every request has ended; there is nobody left to tell
+            logger.warning("closing the device: %s", error)
+
+    def _recover(self) -> None:
+        """After a failed call: go on with the requests that wait, or refuse all work on a device that is lost."""
+        try:
+            self._decoder.recover()
+        except Exception as error:
+            with self._lock:
+                self._lost = _as_ours(error)
 
     def _wait_for_work(self) -> bool:
         """Sleep while there is nothing to do; False once the runtime closes."""
         with self._lock:
-            while not (self._closing or self._waiting or self._num_running()):
+            while not (self._closing or self._lost or self._waiting or self._num_running()):
                 self._lock.wait()
-            return not self._closing
+            return not self._closing and self._lost is None
 
     def _drop_cancelled(self) -> None:
         with self._lock:
@@ -175,7 +200,7 @@ class Scheduler:
     def _slot(self, request: Request, index: int) -> Slot:
         plan, params, stats = request.plan, request.params, request.stats
         sampler = None
-        if params.reshapes or params.logprobs is not None:
+        if params.needs_sampler:
             sampler = Sampler(params, request.prompt, self._vocab_size)
             stats.seed = sampler.seed if params.temperature > 0 else None
         return Slot(
@@ -318,7 +343,7 @@ class Scheduler:
 
     def _fail_running(self, error: XpressExportError) -> None:
         running = [*self._decoding, *([self._prefilling] if self._prefilling else [])]
-        for request, slot in running:
+        for request, slot in reversed(running):  # from the last slot on, so that none has to move
             self._leave(request, slot, error=error)
 
     def _count_cycle(self, outcomes: list[tuple[int, int]]) -> None:
@@ -336,3 +361,9 @@ class Scheduler:
                 setattr(self._stats, name, getattr(self._stats, name) + spent)
                 engines += spent
             self._stats.host_ms += total_ms - engines
+
+
+def _as_ours(error: Exception) -> XpressExportError:
+    if isinstance(error, XpressExportError):
+        return error
+    return EngineError(f"decoding failed with {type(error).__name__}: {error}")

@@ -22,7 +22,8 @@ from typing import Any
 import numpy as np
 
 from xpress_export import names
-from xpress_export.runtime.backend import DTYPES, Array, Call, Graph
+from xpress_export.runtime.backend import Call, Graph
+from xpress_export.runtime.device import DTYPES, Array
 
 FIRST_CAPACITY = 256
 
@@ -272,6 +273,8 @@ class Slots:
         dtype: Any = DTYPES[dtype_name]
         # A call may write rows past the last committed one; they are garbage, but they need a place.
         capacity = max_context + max_rows
+        self.max_context = max_context
+        self.max_drafts = block.num_draft_tokens if block else 0
         self.target = Target(graphs[names.TARGET], num_slots, dtype, capacity)
         self.drafter: Drafter | None = None
         self.refiner: Refiner | None = None

@@ -1,0 +1,188 @@
+"""Which device and backend run a bundle here, and which of its files they load.
+
+device    cpu        ONNX Runtime on this machine's cores
+          cuda:N     GPU number N: the engines that were compiled for it, else ONNX Runtime's CUDA provider
+          auto       cuda:0 where one of these can run the bundle, else cpu; the log says which, and why
+layout    split      a graph for each model
+          fused      one graph for a whole cycle
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from xpress_export import names
+from xpress_export.errors import BundleError, EngineError, MissingDependencyError, RequestError
+from xpress_export.gpu import Gpu, find_gpu
+from xpress_export.manifest import EngineRecord, Manifest
+from xpress_export.platforms import ONNX_RUNTIME, TENSORRT, TENSORRT_RTX
+from xpress_export.precision import Precision, choose_precisions
+from xpress_export.runtime.device import Device
+from xpress_export.runtime.device_cpu import CpuDevice
+
+AUTO, CPU = "auto", "cpu"
+BACKENDS = (ONNX_RUNTIME, TENSORRT, TENSORRT_RTX)
+_CUDA = re.compile(r"cuda(?::(\d+))?")
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What runs a bundle. index: of the GPU, None on CPU. why: a phrase for the log."""
+
+    index: int | None
+    backend: str
+    why: str
+
+    @property
+    def name(self) -> str:
+        return CPU if self.index is None else f"cuda:{self.index}"
+
+
+def choose(manifest: Manifest, device: str, backend: str, precisions: Mapping[str, str], layout: str) -> Choice:
+    """Decide; RequestError for names that mean nothing, EngineError for what this machine cannot do, with the way out."""
+    if backend not in (AUTO, *BACKENDS):
+        raise RequestError(f"backend should be {', '.join((AUTO, *BACKENDS))}, got {backend!r}", "backend")
+    if device == CPU:
+        if backend not in {AUTO, ONNX_RUNTIME}:
+            raise RequestError(f"backend {backend} runs on a GPU; device cpu needs {ONNX_RUNTIME}", "backend")
+        return Choice(None, ONNX_RUNTIME, "it was asked for")
+    if device == AUTO:
+        return _automatic(manifest, backend, precisions, layout)
+    if (match := _CUDA.fullmatch(device)) is None:
+        raise RequestError(f"device should be auto, cpu or cuda:N, got {device!r}", "device")
+    index = int(match[1] or 0)
+    gpu = find_gpu(index)
+    if gpu is None:
+        raise EngineError(f"device {device}: this machine has no such GPU or no driver for it; `xpress-export doctor`")
+    if backend != AUTO:
+        return Choice(index, backend, "it was asked for")
+    found = _backends(manifest, gpu, precisions, layout)
+    if not found:
+        raise EngineError(_cannot(device, gpu))
+    return Choice(index, found[0], f"it is the fastest that can run the bundle on {gpu.name}")
+
+
+def _automatic(manifest: Manifest, backend: str, precisions: Mapping[str, str], layout: str) -> Choice:
+    gpu = find_gpu()
+    found = _backends(manifest, gpu, precisions, layout) if gpu is not None else []
+    if backend != AUTO:
+        found = [name for name in found if name == backend]
+    if gpu is not None and found:
+        return Choice(0, found[0], f"{gpu.name} is there")
+    if backend not in {AUTO, ONNX_RUNTIME}:
+        what = "no GPU is found" if gpu is None else f"the bundle has no engines that run on {gpu.name} here"
+        raise EngineError(f"backend {backend}: {what}; compile the bundle there, or leave the backend out")
+    if gpu is not None:
+        logger.warning("%s; running on the CPU", _cannot("cuda:0", gpu))
+    return Choice(None, ONNX_RUNTIME, "no GPU is found" if gpu is None else f"nothing here runs it on {gpu.name}")
+
+
+def _cannot(device: str, gpu: Gpu) -> str:
+    return (
+        f"device {device} ({gpu.name}): the bundle has no engines for sm_{gpu.sm} that TensorRT here could load, and "
+        f"ONNX Runtime here has no CUDA provider; run `xpress-export compile`, or install onnxruntime-gpu"
+    )
+
+
+def _backends(manifest: Manifest, gpu: Gpu, precisions: Mapping[str, str], layout: str) -> list[str]:
+    """What can run the bundle on a GPU, the fastest first."""
+    found = []
+    for backend, module in ((TENSORRT, "tensorrt"), (TENSORRT_RTX, "tensorrt_rtx")):
+        if _version(module) is not None and all(find_engines(manifest, backend, gpu.sm, precisions, layout).values()):
+            found.append(backend)
+    if "CUDAExecutionProvider" in _providers():
+        found.append(ONNX_RUNTIME)
+    return found
+
+
+def _version(module: str) -> str | None:
+    import importlib.metadata
+
+    try:
+        return importlib.metadata.version(module.replace("_", "-"))
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _providers() -> list[str]:
+    try:
+        import onnxruntime
+    except ImportError:
+        return []
+    return list(onnxruntime.get_available_providers())
+
+
+def roles_of(manifest: Manifest, layout: str) -> tuple[str, ...]:
+    """The graphs of a cycle, in the order they run."""
+    return (names.STEP,) if layout == names.LAYOUT_FUSED else (*manifest.roles, names.ACCEPT)
+
+
+def find_engines(
+    manifest: Manifest, backend: str, sm: int, precisions: Mapping[str, str], layout: str
+) -> dict[str, EngineRecord | None]:
+    """The engine of each role for a GPU architecture."""
+    found: dict[str, EngineRecord | None] = {}
+    for role in roles_of(manifest, layout):
+        fitting = [
+            engine
+            for engine in manifest.engines
+            if (engine.role, engine.backend, engine.sm) == (role, backend, sm)
+            and engine.precision == precisions.get(role, engine.precision)
+        ]
+        found[role] = fitting[0] if fitting else None
+    return found
+
+
+def role_precisions(manifest: Manifest, asked: Precision, layout: str) -> dict[str, str]:
+    """The precision of each graph of a layout. A step has one for all of its models."""
+    chosen = choose_precisions(manifest, asked)
+    if layout == names.LAYOUT_SPLIT:
+        return {**chosen, names.ACCEPT: manifest.precision}
+    has = manifest.precisions(names.STEP)
+    wanted = asked if isinstance(asked, str) else (manifest.run_precision or manifest.precision)
+    if not isinstance(asked, str | None) or wanted not in has:
+        raise BundleError(
+            f"the fused layout runs all models in one precision, of {', '.join(has)}, got {asked!r}; quantize the "
+            f"bundle for another, or open it with layout split"
+        )
+    return {names.STEP: wanted}
+
+
+def files(
+    folder: Path, manifest: Manifest, choice: Choice, precisions: Mapping[str, str], layout: str
+) -> dict[str, Path]:
+    """The file of each role that `choice` loads. Raises BundleError for what the bundle has not."""
+    if choice.backend == ONNX_RUNTIME:
+        graphs = {role: manifest.graph(role, precisions[role]) for role in roles_of(manifest, layout)}
+        if missing := [role for role, graph in graphs.items() if graph is None]:
+            raise BundleError(
+                f"the bundle has no {' and no '.join(missing)} graph for the {layout} layout; "
+                f"build it again with `xpress-export build --layout {layout}`"
+            )
+        return {role: folder / graph.file for role, graph in graphs.items() if graph is not None}
+    assert choice.index is not None
+    gpu = find_gpu(choice.index)
+    engines = find_engines(manifest, choice.backend, gpu.sm if gpu else 0, precisions, layout)
+    if missing := [role for role, engine in engines.items() if engine is None]:
+        raise BundleError(
+            f"the bundle has no {choice.backend} engine of {' and '.join(missing)} for {choice.name}; "
+            f"run `xpress-export compile {folder}` on this machine"
+        )
+    return {role: folder / engine.file for role, engine in engines.items() if engine is not None}
+
+
+def open_device(choice: Choice, num_threads: int | None) -> Device:
+    """The device of a choice, ready to load graphs."""
+    if choice.index is None:
+        return CpuDevice(num_threads)
+    try:
+        from xpress_export.runtime.device_cuda import open_cuda
+    except ImportError as err:
+        raise MissingDependencyError("cuda-bindings", "run on a GPU", "cuda") from err
+    return open_cuda(choice.index, choice.backend)
