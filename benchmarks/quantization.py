@@ -25,12 +25,12 @@ from pathlib import Path
 from xpress_export import names
 from xpress_export.calibration.acceptance import load_graphs, measure_acceptance
 from xpress_export.calibration.accuracy import compare, make_passages, score
-from xpress_export.calibration.bundles import link_rest
 from xpress_export.calibration.calibrate import CalibrateOptions, calibrate, save_scales
 from xpress_export.calibration.quantize import QuantizeOptions, quantize
 from xpress_export.calibration.runtimes import answer, runtime_of
 from xpress_export.calibration.scales import read_scales
 from xpress_export.console import ConsoleProgress, make_console
+from xpress_export.folders import link_rest
 from xpress_export.manifest import Manifest, read_manifest, write_manifest
 from xpress_export.platforms import QUANTIZED
 from xpress_export.runtime.backend import Graph
@@ -186,13 +186,15 @@ def _copy(bundle: Path, folder: Path) -> Path:
     """The bundle without variants and engines, its files shared."""
     manifest = read_manifest(bundle)
     own = {path for graph in (*manifest.graphs.values(), *manifest.decomposed.values()) for path in graph.data}
-    own |= {graph.file for graph in (*manifest.graphs.values(), *manifest.decomposed.values())}
+    made = {variant.precision for variant in manifest.variants}
+    cycle = {stem: graph for stem, graph in manifest.cycle.items() if not made & set(stem.split("."))}
+    own |= {graph.file for graph in (*manifest.graphs.values(), *manifest.decomposed.values(), *cycle.values())}
     kept = tuple(
         file
         for file in manifest.files
         if file.path in own or file.path.endswith(".npy") or file.path.startswith("tokenizer/")
     )
-    bare = replace(manifest, variants=(), run_precision=None, engines=(), files=kept)
+    bare = replace(manifest, variants=(), cycle=cycle, run_precision=None, engines=(), files=kept)
     folder.mkdir()
     link_rest(bundle, folder, bare)
     write_manifest(folder, bare)

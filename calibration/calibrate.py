@@ -21,14 +21,13 @@ from numpy.typing import NDArray
 
 from xpress_export import names
 from xpress_export.calibration import default_prompts
-from xpress_export.calibration.bundles import link_rest
 from xpress_export.calibration.layers import Site, activations, find_sites, forget, read_array
 from xpress_export.calibration.observe import ObservedGraph
 from xpress_export.calibration.ranges import METHODS, PERCENTILE, Range
 from xpress_export.calibration.runtimes import answer, runtime_of
 from xpress_export.calibration.scales import Activation, Dataset, GraphScales, Scales, graph_digest, rounded
 from xpress_export.errors import CalibrationError
-from xpress_export.folders import staged_folder
+from xpress_export.folders import link_rest, staged_folder
 from xpress_export.manifest import Manifest, open_bundle, read_manifest, record_files, write_manifest
 from xpress_export.progress import Progress, Silent
 from xpress_export.records import SCALES_FILE, SCALES_FOLDER
@@ -215,6 +214,6 @@ def save_scales(folder: Path, scales: Scales, out: Path | None) -> Path:
         (stage / SCALES_FILE).write_text(scales.to_json(), "utf-8")
         files = {file.path: file for file in (*manifest.files, *record_files(stage))}
         new = replace(manifest, files=tuple(files[path] for path in sorted(files)))
-        link_rest(folder, stage, new)
+        link_rest(folder, stage, (file.path for file in new.files))
         write_manifest(stage, new)
     return folder / SCALES_FILE

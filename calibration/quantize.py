@@ -17,14 +17,13 @@ import onnx_ir as ir
 
 from xpress_export import names, platforms
 from xpress_export.calibration.audit import audit
-from xpress_export.calibration.bundles import link_rest
 from xpress_export.calibration.formats import DEFAULT_BLOCK, QUANTIZES_ACTIVATIONS
 from xpress_export.calibration.layers import Site, find_sites, matches, split
 from xpress_export.calibration.qdq import DataFile, write_variant
 from xpress_export.calibration.recipe import make_recipe
 from xpress_export.calibration.scales import Scales, read_scales, require_graph
 from xpress_export.errors import CalibrationError
-from xpress_export.folders import require_free_space, staged_folder
+from xpress_export.folders import link_rest, require_free_space, staged_folder
 from xpress_export.manifest import GRAPHS_FOLDER, Manifest, VariantRecord, open_bundle, record_files, write_manifest
 from xpress_export.progress import Progress, Silent
 from xpress_export.records import SCALES_FILE, SCALES_FOLDER
@@ -85,7 +84,7 @@ def quantize(folder: Path, options: QuantizeOptions, progress: Progress | None =
             with progress.step(f"Checking {variant.role} {variant.precision}"):
                 audit(folder, manifest, variant, stage)
         new = _with_variants(manifest, variants, stage, options)
-        link_rest(folder, stage, new)
+        link_rest(folder, stage, (file.path for file in new.files))
         write_manifest(stage, new)
     return new
 

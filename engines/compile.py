@@ -222,9 +222,7 @@ def _commit(plan: BundlePlan, seen: Manifest, partials: Partials, built: list[Bu
     folder, engines = plan.folder, {engine.role: engine for engine in plan.engines}
     with _locked(folder):
         current = read_manifest(folder)
-        if (current.graphs, current.decomposed) != (seen.graphs, seen.decomposed) or _weights(current) != _weights(
-            seen
-        ):
+        if _graphs(current) != _graphs(seen) or _weights(current) != _weights(seen):
             raise BundleError(f"{folder} was built again while its engines were compiled; compile them once more")
         records, files = [], []
         for made in built:
@@ -236,6 +234,10 @@ def _commit(plan: BundlePlan, seen: Manifest, partials: Partials, built: list[Bu
         write_manifest(folder, manifest)
         _remove_unlisted(folder, manifest)
     return manifest
+
+
+def _graphs(manifest: Manifest) -> tuple[object, ...]:
+    return (manifest.graphs, manifest.decomposed, manifest.cycle)
 
 
 def _weights(manifest: Manifest) -> set[FileRecord]:
@@ -271,7 +273,7 @@ def _record(plan: BundlePlan, engine: EnginePlan) -> EngineRecord:
         driver=plan.gpu.driver if plan.gpu else None,
         precision=engine.precision,
         lowering=plan.lowering,
-        layout=o.layout,
+        layout=plan.layout,
         max_context=plan.sizes.max_context,
         capacity=plan.sizes.capacity,
         max_batch=o.max_batch,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from xpress_export import platforms
+from xpress_export import names, platforms
 from xpress_export.errors import EngineBuildError
 from xpress_export.precision import Precision
-from xpress_export.records import HARDWARE_LEVELS, LAYOUTS
+from xpress_export.records import HARDWARE_LEVELS
 
 BACKENDS = (platforms.TENSORRT, platforms.TENSORRT_RTX)
 DEFAULT_CHUNK = 512
@@ -20,6 +20,7 @@ class CompileOptions:
     """Where the engines are to run, and the sizes and limits they are built with.
 
     precision: of the graphs, as in `xpress_export.precision`. backend: None: the TensorRT that is installed.
+    layout: an engine for each model and `accept`, or one for the whole step; None: what the bundle was built to run.
     max_context: tokens of prompt and answer; None: what the bundle was exported for. max_batch: slots.
     block: slots of a draft block; None: the drafter's own. chunk: prompt tokens that one call takes.
     workspace_mb: scratch memory a layer may use, None: no limit. tactic_mb: device memory for trying kernels.
@@ -31,7 +32,7 @@ class CompileOptions:
     platform: str
     precision: Precision = None
     backend: str | None = None
-    layout: str = "split"
+    layout: str | None = None
     lowering: str | None = None
     max_context: int | None = None
     max_batch: int = 1
@@ -52,7 +53,7 @@ class CompileOptions:
     def __post_init__(self) -> None:
         allowed: dict[str, tuple[object, ...]] = {
             "backend": (None, *BACKENDS),
-            "layout": LAYOUTS,
+            "layout": (None, *names.LAYOUTS),
             "lowering": (None, *platforms.LOWERINGS),
             "hardware_compat": HARDWARE_LEVELS,
             "opt_level": (None, 0, 1, 2, 3, 4, 5),

@@ -20,7 +20,11 @@ from xpress_export.errors import EngineBuildError
 from xpress_export.gpu import Gpu
 from xpress_export.manifest import GraphRecord, Manifest, ProfileRecord
 from xpress_export.platforms import Platform
-from xpress_export.precision import choose_precisions
+from xpress_export.precision import choose_precisions, step_precision
+from xpress_export.records import graph_stem
+
+_SHOWS = (names.TARGET, names.DRAFTER, names.STEP)
+"""Roles whose engines compute in the precision they are built in; the refiner stays in that of the bundle."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +48,10 @@ class EnginePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class BundlePlan:
-    """What `compile` is going to do with one bundle. base: precision of its own graphs. reason: why this lowering."""
+    """What `compile` is going to do with one bundle.
+
+    base: precision of its own graphs. layout: which engines there are. reason: why this lowering.
+    """
 
     folder: Path
     options: CompileOptions
@@ -53,6 +60,7 @@ class BundlePlan:
     gpu: Gpu | None
     sm: int
     base: str
+    layout: str
     lowering: str
     reason: str
     sizes: Sizes
@@ -79,7 +87,7 @@ class BundlePlan:
             version_compatible=o.version_compatible,
             timing_cache=self._timing_cache(),
             unfused_attention=self.base == "fp32",
-            must_show=engine.role != names.REFINER or "QuantizeLinear" in engine.operators.counts,
+            must_show=engine.role in _SHOWS or "QuantizeLinear" in engine.operators.counts,
         )
 
     def _timing_cache(self) -> Path | None:
@@ -101,6 +109,11 @@ def plan_bundle(folder: Path, manifest: Manifest, options: CompileOptions, gpu: 
     library = libraries.choose(platform, options.backend, gpu)
     library.check_portability(options.hardware_compat, options.version_compatible, options.timing_cache is not None)
     lowering, reason = _lowering(library, options)
+    layout = _layout(manifest, options)
+    if layout == names.LAYOUT_FUSED:
+        precisions = {names.STEP: step_precision(manifest, precisions)}
+    else:
+        precisions[names.ACCEPT] = manifest.precision
     graphs = _graphs(manifest, precisions, lowering, reason)
     sizes = _sizes(manifest, options)
     assert platform.sm is not None
@@ -121,6 +134,7 @@ def plan_bundle(folder: Path, manifest: Manifest, options: CompileOptions, gpu: 
         gpu=gpu if not library.target_sms else None,
         sm=platform.sm,
         base=manifest.precision,
+        layout=layout,
         lowering=lowering,
         reason=reason,
         sizes=sizes,
@@ -141,6 +155,20 @@ def _lowering(library: Library, options: CompileOptions) -> tuple[str, str]:
     if options.lowering is not None:
         return options.lowering, "it was asked for"
     return platforms.lowering_for(library.backend, library.version)
+
+
+def _layout(manifest: Manifest, options: CompileOptions) -> str:
+    """The layout to compile; refuses one that the bundle has no step for, and roles of the other one."""
+    layout = options.layout or manifest.layout
+    if layout == names.LAYOUT_FUSED and names.STEP not in manifest.cycle:
+        raise EngineBuildError(
+            f"this bundle has no fused step; build it again with `xpress-export build --layout {layout}`"
+        )
+    known = (names.STEP,) if layout == names.LAYOUT_FUSED else (*manifest.roles, names.ACCEPT)
+    for role in options.roles:
+        if role not in known:
+            raise EngineBuildError(f"--role {role}: the engines of the {layout} layout are {', '.join(known)}")
+    return layout
 
 
 def _graphs(manifest: Manifest, precisions: Mapping[str, str], lowering: str, reason: str) -> Mapping[str, GraphRecord]:
@@ -166,7 +194,10 @@ def _sizes(manifest: Manifest, options: CompileOptions) -> Sizes:
         raise EngineBuildError(f"--block {block} is more than the {own} slots the drafter was trained for")
     if block > context:
         raise EngineBuildError(f"--max-context {context} is less than one block of {block} tokens")
-    return Sizes(max_context=context, max_batch=options.max_batch, chunk=options.chunk, block=block)
+    first_slot = manifest.draft.first_slot if manifest.draft else 1
+    return Sizes(
+        max_context=context, max_batch=options.max_batch, chunk=options.chunk, block=block, first_slot=first_slot
+    )
 
 
 def _shared_facts(library: Library, gpu: Gpu | None, sm: int, options: CompileOptions) -> dict[str, Any]:
@@ -223,7 +254,9 @@ def _weight_bytes(manifest: Manifest, role: str, precision: str, graph: GraphRec
     files = {file.path: file.num_bytes for file in manifest.files}
     size = 4 if manifest.precision == "fp32" else 2
     borrowed = 2 * manifest.target.vocab_size * manifest.target.hidden_size * size
-    stem = role if precision == manifest.precision else f"{role}.{precision}"
-    own = [path for path in graph.data if path.endswith(f"/{stem}.data")]
+    models = manifest.roles if role == names.STEP else (role,)
+    variants = {(v.role, v.precision) for v in manifest.variants}
+    stems = {graph_stem(model, precision if (model, precision) in variants else None) for model in models}
+    own = [path for path in graph.data if Path(path).stem in stems]
     others = sum(files[path] for path in graph.data if path not in own)
     return sum(files[path] for path in own) + min(others, borrowed)

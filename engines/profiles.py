@@ -3,7 +3,7 @@
     symbol   meaning                  in an engine
     B        slots                    1 .. max_batch
     C        rows of a cache          one size, part of the plan
-    S        tokens of a call         `prefill`: 1 .. chunk; `verify` (target), `draft` (drafter): 1 .. block
+    S        tokens of a call         `prefill`: 1 .. chunk; `verify` (target, and others for theirs): 1 .. 1 + drafts
     N        slots of a draft block   2 .. block; "N-1" follows from it
 
 A graph with S gets two profiles, so that the kernels of a verify step are chosen for a block and not for a prompt.
@@ -22,7 +22,13 @@ from xpress_export.records import GraphRecord, ProfileRecord
 _ALIGNMENT = 16
 _STATIC = "C"
 _EXPRESSION = re.compile(r"([A-Za-z]\w*?)([+-]\d+)?")
-_SHORT = {names.TARGET: "verify", names.DRAFTER: "draft", names.REFINER: "refine"}
+_SHORT = {
+    names.TARGET: "verify",
+    names.DRAFTER: "draft",
+    names.REFINER: "refine",
+    names.ACCEPT: names.ACCEPT,
+    names.STEP: names.STEP,
+}
 
 Range = tuple[int, int, int]
 Shapes = dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]
@@ -30,17 +36,24 @@ Shapes = dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """The sizes that one platform's engines share."""
+    """The sizes that one platform's engines share. block: slots of a draft block; first_slot: its first draft token."""
 
     max_context: int
     max_batch: int
     chunk: int
     block: int
+    first_slot: int = 1
+
+    @property
+    def verify(self) -> int:
+        """Tokens of a verify call: one and the drafts after it."""
+        return 1 + self.block - self.first_slot
 
     @property
     def capacity(self) -> int:
-        """Rows of each cache: the context, and room for a block that is written and then rejected."""
-        rows = self.max_context + self.block
+        """Rows of each cache: the context, room for a block that is written and then rejected, and for one more that a
+        host which learns of a stop a cycle late has started by then."""
+        rows = self.max_context + 2 * self.verify
         return -(-rows // _ALIGNMENT) * _ALIGNMENT
 
     @property
@@ -52,7 +65,7 @@ def derive_profiles(role: str, graph: GraphRecord, sizes: Sizes) -> tuple[Profil
     """The profiles of one graph: a range for each symbol of its inputs, the capacity aside."""
     symbols = {_parse(d, t.name)[0] for t in graph.inputs for d in t.shape if isinstance(d, str)} - {_STATIC}
     batch, block = (1, sizes.max_batch, sizes.max_batch), (2, sizes.block, sizes.block)
-    known: dict[str, Range] = {"B": batch, "N": block, "S": (1, sizes.block, sizes.block)}
+    known: dict[str, Range] = {"B": batch, "N": block, "S": (1, sizes.verify, sizes.verify)}
     for tensor in graph.inputs:
         for dim in tensor.shape:
             if isinstance(dim, str) and _parse(dim, tensor.name)[0] not in {*known, _STATIC}:

@@ -33,13 +33,15 @@ from xpress_export.exporter.checkpoints import (
     read_refiner,
     read_target,
 )
+from xpress_export.exporter.cycle import write_cycle
+from xpress_export.exporter.graph_files import save_graph
 from xpress_export.exporter.graphs import trace_drafter, trace_refiner, trace_target
 from xpress_export.exporter.lowering import decompose
 from xpress_export.exporter.lowering_check import check_lowering
 from xpress_export.exporter.modules import Drafter, Refiner, fold_mixer
 from xpress_export.exporter.reference import reference_from_checkpoint
 from xpress_export.exporter.tokenizer import TokenizerInfo, check_same_tokenizer, export_tokenizer
-from xpress_export.exporter.trace import OPSET, Source, WeightFile, attach, save
+from xpress_export.exporter.trace import OPSET, Source, WeightFile, attach
 from xpress_export.exporter.weights import WeightSource
 from xpress_export.folders import files_below, require_free_space, staged_folder
 from xpress_export.manifest import (
@@ -53,7 +55,6 @@ from xpress_export.manifest import (
     ModelRecord,
     ParityRecord,
     RefinerRecord,
-    TensorRecord,
     TextRecord,
     read_manifest,
     record_files,
@@ -61,13 +62,13 @@ from xpress_export.manifest import (
     write_manifest,
 )
 from xpress_export.progress import Progress, Silent
+from xpress_export.records import graph_stem
 
 logger = logging.getLogger(__name__)
 _Module = TypeVar("_Module", bound=torch.nn.Module)
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
 _RECORDED_TOOLS = ("torch", "transformers", "onnx-ir", "onnxscript", "onnxruntime", "tokenizers", "gguf")
-_DTYPE_NAMES = {ir.DataType.FLOAT: "float32", ir.DataType.FLOAT16: "float16", ir.DataType.INT64: "int64"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +77,7 @@ class ExportOptions:
 
     max_context: tokens of prompt and answer a request may have; None: what the target was made for.
     lowering: "native"; "decomposed" adds the graphs for an older TensorRT; "auto" adds them where the platform has one.
+    layout: "split"; "fused" adds the graph of a whole cycle and has the bundle run in it.
     preset: name recorded in the manifest. trained: False for stand-in drafters with random weights.
     """
 
@@ -86,6 +88,7 @@ class ExportOptions:
     platform: str = "cpu"
     max_context: int | None = None
     lowering: str = "auto"
+    layout: str = names.LAYOUT_SPLIT
     preset: str | None = None
     trained: bool = True
 
@@ -100,6 +103,10 @@ class ExportOptions:
             raise ExportError(f"lowering must be auto, native or decomposed, got {self.lowering!r}")
         if self.precision not in DTYPES:
             raise ExportError(f"precision must be one of {', '.join(DTYPES)}, got {self.precision!r}")
+        if self.layout not in names.LAYOUTS:
+            raise ExportError(f"layout must be {' or '.join(names.LAYOUTS)}, got {self.layout!r}")
+        if self.layout == names.LAYOUT_FUSED and self.drafter is None:
+            raise ExportError("a fused step drafts: give a drafter, or leave the layout split")
         if self.refiner is not None and self.drafter is None:
             raise ExportError("a refiner corrects a drafter's block: give the drafter too")
         if self.max_context is not None and self.max_context < 2:
@@ -160,6 +167,9 @@ def _build(trio: Trio, options: ExportOptions, max_context: int, stage: Path, pr
     graphs, decomposed = _write_graphs(trio, options, stage / GRAPHS_FOLDER, progress)
     checks = _check_graphs(trio, options.precision, stage / GRAPHS_FOLDER, progress)
     checks += _check_decomposed(trio, options.precision, stage, decomposed, progress)
+    draft = _draft_record(trio, options) if trio.drafter else None
+    steps = draft if options.layout == names.LAYOUT_FUSED else None
+    cycle, cycle_checks = write_cycle(stage, graphs, decomposed, steps, options.precision, progress)
     num_bytes = sum((stage / name).stat().st_size for name in files_below(stage))
     with progress.step("Hashing files", total=num_bytes) as advance:
         files = record_files(stage, advance)
@@ -168,17 +178,19 @@ def _build(trio: Trio, options: ExportOptions, max_context: int, stage: Path, pr
         platform=options.platform,
         precision=options.precision,
         lowering="native",
+        layout=options.layout,
         opset=OPSET,
         max_context=max_context,
         preset=options.preset,
         target=_model_record(trio.target, trio.target.model_type),
         drafter=_model_record(trio.drafter, trio.drafter.layout) if trio.drafter else None,
         refiner=_refiner_record(trio.refiner) if trio.refiner else None,
-        draft=_draft_record(trio, options) if trio.drafter else None,
+        draft=draft,
         text=text,
         graphs=graphs,
         decomposed=decomposed,
-        parity=tuple(ParityRecord(**asdict(check)) for check in checks),
+        cycle=cycle,
+        parity=tuple(ParityRecord(**asdict(check)) for check in (*checks, *cycle_checks)),
         files=files,
     )
     write_manifest(stage, manifest)
@@ -212,6 +224,7 @@ def _reusable(out: Path, trio: Trio, options: ExportOptions, max_context: int, p
         "precision": found.precision,
         "max_context": found.max_context,
         "lowering": bool(found.decomposed),
+        "layout": found.layout,
         "preset": found.preset,
         "trained": found.draft.trained if found.draft else None,
         **{f"{role} checkpoint": getattr(getattr(found, role), "digest", None) for role in names.ROLES},
@@ -222,6 +235,7 @@ def _reusable(out: Path, trio: Trio, options: ExportOptions, max_context: int, p
         "precision": options.precision,
         "max_context": max_context,
         "lowering": options.decomposed,
+        "layout": options.layout,
         "preset": options.preset,
         "trained": options.trained if trio.drafter else None,
         **{f"{role} checkpoint": digest for role, digest in trio.digests().items()},
@@ -251,12 +265,10 @@ def _write_graphs(trio: Trio, options: ExportOptions, folder: Path, progress: Pr
         with progress.step(f"Writing {role} weights", total=num_bytes) as advance:
             weights.on_bytes = advance
             attach(model, weights, f"{role}.data", source_of)
-        save(model, folder / f"{role}.onnx")
-        records[role] = _graph_record(role, model)
+        records[role] = save_graph(model, folder, graph_stem(role))
         if options.decomposed:
             decompose(model)
-            save(model, folder / f"{role}.decomposed.onnx")
-            decomposed[role] = _graph_record(f"{role}.decomposed", model)
+            decomposed[role] = save_graph(model, folder, graph_stem(role, decomposed=True))
     if trio.drafter is not None and trio.drafter.draft_to_target is not None:
         np.save(folder / Path(DRAFT_VOCAB_FILE).name, trio.drafter.draft_to_target.numpy())
     return records, decomposed
@@ -340,23 +352,6 @@ def _refiner_source(refiner: RefinerCheckpoint, drafter: DrafterCheckpoint, name
     if name == "mix.folded":
         return "refiner mixer", lambda: fold_mixer(refiner.weights.read("mix.L").float())
     return f"refiner {name}", lambda: refiner.weights.read(name)
-
-
-def _graph_record(name: str, model: ir.Model) -> GraphRecord:
-    initializers = model.graph.initializers.values()
-    files = {str(v.const_value.location) for v in initializers if isinstance(v.const_value, ir.ExternalTensor)}
-    return GraphRecord(
-        file=f"{GRAPHS_FOLDER}/{name}.onnx",
-        data=tuple(f"{GRAPHS_FOLDER}/{file}" for file in sorted(files)),
-        inputs=tuple(_tensor_record(value) for value in model.graph.inputs),
-        outputs=tuple(_tensor_record(value) for value in model.graph.outputs),
-    )
-
-
-def _tensor_record(value: ir.Value) -> TensorRecord:
-    assert value.name is not None and value.dtype is not None and value.shape is not None
-    shape = tuple(d if isinstance(d, int) else str(d) for d in value.shape)
-    return TensorRecord(name=value.name, dtype=_DTYPE_NAMES[value.dtype], shape=shape)
 
 
 # Parity

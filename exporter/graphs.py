@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from xpress_export import names
 from xpress_export.exporter.configs import DecoderConfig, DrafterConfig, RefinerConfig
-from xpress_export.exporter.modules import Drafter, Refiner, Target
+from xpress_export.exporter.modules import Accept, Drafter, Refiner, Target
 from xpress_export.exporter.trace import Binding, trace
 
 # Example sizes for tracing. Dynamic dimensions must differ from each other and from 0 and 1, or they specialise.
@@ -150,3 +150,18 @@ def trace_refiner(config: RefinerConfig, first_slot: int, dtype: torch.dtype) ->
             hidden = torch.zeros((_B, config.block_size, config.hidden_size), dtype=dtype)
             inputs.append(Binding(names.DRAFT_HIDDEN, hidden, {0: "B", 1: "N"}))
         return trace(_RefinerGraph(model), inputs, [names.REFINED_TOKENS, names.REFINED_LOGITS])
+
+
+def trace_accept() -> ir.Model:
+    """Trace what decides how much a cycle commits; it has no weights."""
+    tokens, slots = {0: "B", 1: "S"}, {0: "B"}
+    with _building(torch.float32):
+        inputs: list[Binding | list[Binding]] = [
+            Binding(names.INPUT_IDS, _int64(_B, _S), tokens),
+            Binding(names.NEXT_TOKEN, _int64(_B, _S), tokens),
+            Binding(names.NUM_GIVEN, _int64(_B), slots),
+            Binding(names.MAX_ACCEPT, _int64(_B), slots),
+            Binding(names.WRITE_INDEX, _int64(_B), slots),
+        ]
+        outputs = [names.NUM_COMMITTED, names.ANCHOR, names.PREVIOUS, names.NEXT_WRITE_INDEX, names.NEXT_GIVEN]
+        return trace(Accept(), inputs, outputs)

@@ -1,4 +1,4 @@
-"""The three models of a trio as PyTorch modules that follow the graph contract of `xpress_export.names`.
+"""The three models of a trio as PyTorch modules that follow the graph contract of `xpress_export.names`, and `Accept`.
 
 One decoder block serves target and drafter; the Markov head is a branch of the refiner, not a second class.
 Parameter names are those of the public checkpoints, so a state dict loads without renaming:
@@ -393,3 +393,29 @@ class Refiner(nn.Module):
         draft_hidden [B, N, E] is needed by xPress and not read by a Markov head.
         """
         return draft_logits + self.bias(draft_hidden, self.previous_ids(draft_tokens, anchor, previous))
+
+
+class Accept(nn.Module):
+    """What a verify step commits: the given tokens, and the drafts after them as far as the target agrees.
+
+    Draft j is accepted if it is the target's token after position j - 1 and everything before it was accepted.
+    """
+
+    def forward(
+        self, input_ids: Tensor, next_token: Tensor, num_given: Tensor, max_accept: Tensor, write_index: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """One decision for each slot; all int64.
+
+        input_ids, next_token: [B, S]. num_given, max_accept, write_index: [B]; num_given 0: the slot is idle.
+        Returns num_committed, anchor, previous, next_write_index, next_given, each [B].
+        """
+        slots, length = input_ids.shape
+        position = torch.arange(length, device=input_ids.device).expand(slots, -1)  # (B, S)
+        predicted = next_token.gather(1, (position - 1).clamp(min=0))
+        given, may = num_given.unsqueeze(1), max_accept.unsqueeze(1)
+        drafted = (position > 0) & (given > 0) & (position < given + may)
+        committed = (position < given) | (drafted & (input_ids == predicted))
+        num_committed = torch.where(committed, length, position).amin(1)
+        last = (num_committed - 1).clamp(min=0).unsqueeze(1)
+        anchor, previous = next_token.gather(1, last).squeeze(1), input_ids.gather(1, last).squeeze(1)
+        return num_committed, anchor, previous, write_index + num_committed, num_given.clamp(max=1)

@@ -4,6 +4,7 @@
     target    transformers' own class on the same weights      tapped hidden states, next tokens
     drafter   this package's PyTorch module, eager, float32    draft hidden states, draft tokens
     refiner   the same                                         refined tokens after one pass and after two
+    accept    its definition, token by token                   all outputs
 
 Floats are compared by relative error, |a - b| / |b| over the whole tensor. Tokens must be equal wherever the
 reference's best two logits are further apart than the tolerance allows to confuse. Calls are chosen to hurt:
@@ -76,7 +77,7 @@ class GraphRunner:
         self.cache: Arrays = {
             i.name: np.zeros((batch, i.shape[1], _CAPACITY, i.shape[3]), _NUMPY[i.type])
             for i in self.session.get_inputs()
-            if i.name.startswith("past_")
+            if "past_" in i.name
         }
 
     def __call__(self, **feeds: Tensor) -> dict[str, Tensor]:
@@ -84,6 +85,11 @@ class GraphRunner:
         values = dict(zip(self.outputs, self.session.run(None, arrays | self.cache), strict=True))
         self.cache = {name: values.pop(name.replace("past_", "present_")) for name in self.cache}
         return {name: torch.from_numpy(np.asarray(v)) for name, v in values.items()}
+
+
+def form_of(path: Path) -> str:
+    """What a report adds of a graph that is not the native one."""
+    return " (decomposed)" if path.stem.endswith(".decomposed") else ""
 
 
 def relative_error(got: Tensor, expected: Tensor) -> float:
@@ -215,3 +221,35 @@ def check_refiner(path: Path, module: Refiner, precision: str) -> list[Check]:
         Check(names.REFINER, "the PyTorch module", "relative error", max(errors), tolerance, rows),
     ]
     return [check.require() for check in checks]
+
+
+def check_accept(path: Path) -> Check:
+    """Compare an accept graph with what it is to decide, on given prefixes, agreeing drafts and idle slots."""
+    graph, generator = GraphRunner(path), torch.Generator().manual_seed(4)
+    wrong, rows, slots = 0, 0, 16
+    for length in (1, 2, 9):
+        for _ in range(8):
+            few = {"high": 2, "size": (slots, length), "generator": generator}  # so that they often agree
+            feeds = {name: torch.randint(**few) for name in (names.INPUT_IDS, names.NEXT_TOKEN)}
+            feeds[names.NUM_GIVEN] = torch.randint(0, length + 1, (slots,), generator=generator)
+            feeds[names.MAX_ACCEPT] = torch.randint(0, length + 1, (slots,), generator=generator)
+            feeds[names.WRITE_INDEX] = torch.randint(0, 99, (slots,), generator=generator)
+            out = graph(**feeds)
+            for slot in range(slots):
+                expected = _accepted(*(feeds[name][slot].tolist() for name in feeds))
+                wrong += any(int(out[name][slot]) != value for name, value in expected.items())
+            rows += slots
+    return Check(
+        names.ACCEPT, f"its definition{form_of(path)}", "share of wrong slots", wrong / rows, 0.0, rows
+    ).require()
+
+
+def _accepted(ids: list[int], next_token: list[int], given: int, may: int, written: int) -> dict[str, int]:
+    """The outputs of accept for one slot; an idle one has no anchor."""
+    count = given
+    while given and count < min(len(ids), given + may) and ids[count] == next_token[count - 1]:
+        count += 1
+    expected = {names.NUM_COMMITTED: count, names.NEXT_WRITE_INDEX: written + count, names.NEXT_GIVEN: min(given, 1)}
+    if given:
+        expected |= {names.ANCHOR: next_token[count - 1], names.PREVIOUS: ids[count - 1]}
+    return expected

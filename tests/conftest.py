@@ -32,8 +32,8 @@ import torch
 from numpy.typing import NDArray
 
 from xpress_export import names
+from xpress_export.exporter import cycle, graphs
 from xpress_export.exporter import export as export_module
-from xpress_export.exporter import graphs
 from xpress_export.exporter.configs import DecoderConfig, DrafterConfig, RefinerConfig, RopeConfig
 from xpress_export.exporter.export import Exported, ExportOptions, export
 from xpress_export.exporter.formats import write_drafter, write_refiner
@@ -291,7 +291,7 @@ def write_story(model: Any, prompt: list[int], num_tokens: int) -> Story | None:
 
 
 class TraceOnce:
-    """Stands in for the export's three trace functions: the same request is traced once per session."""
+    """Stands in for the export's trace functions: the same request is traced once per session."""
 
     def __init__(self) -> None:
         self._traced: dict[str, Any] = {}
@@ -299,8 +299,9 @@ class TraceOnce:
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
         """Put it in place of `graphs.trace_*` as the export stage sees them."""
-        for name in ("trace_target", "trace_drafter", "trace_refiner"):
-            patch.setattr(export_module, name, functools.partial(self._trace, name, getattr(graphs, name)))
+        for name in ("trace_target", "trace_drafter", "trace_refiner", "trace_accept"):
+            module = cycle if name == "trace_accept" else export_module
+            patch.setattr(module, name, functools.partial(self._trace, name, getattr(graphs, name)))
 
     def _trace(self, name: str, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
         key = f"{name} {args} {options}"

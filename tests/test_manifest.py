@@ -37,6 +37,7 @@ from xpress_export.manifest import (
     verify_files,
     write_manifest,
 )
+from xpress_export.precision import choose_precisions, step_precision
 
 Place = tuple[str | int, ...]
 
@@ -53,6 +54,12 @@ FILES = {
     "graphs/target.int8.onnx": b"quantized",
     "graphs/target.int8.decomposed.onnx": b"and lowered",
     "graphs/target.int8.data": b"codes",
+    "graphs/accept.onnx": b"accept graph",
+    "graphs/accept.decomposed.onnx": b"accept, lowered",
+    "graphs/step.onnx": b"step graph",
+    "graphs/step.decomposed.onnx": b"step, lowered",
+    "graphs/step.int8.onnx": b"quantized step",
+    "graphs/step.int8.decomposed.onnx": b"quantized step, lowered",
     "scales/target.int8.json": b"{}",
     "engines/target.l4.fp32.1234.plan": b"engine",
     "engines/target.l4.fp32.1234.build.json": b"{}",
@@ -62,16 +69,17 @@ FILES = {
 SOLO_FILES = {
     path: data
     for path, data in FILES.items()
-    if not any(word in path for word in ("drafter", "refiner", "decomposed", "engines", "int8"))
+    if not any(word in path for word in ("drafter", "refiner", "decomposed", "engines", "int8", "step"))
 }
 
 GOLDEN = """\
 {
-  "schema": 3,
+  "schema": 4,
   "tool": {"python": "3.11.4", "xpress-export": "0.1.0"},
   "platform": "cpu",
   "precision": "fp32",
   "lowering": "native",
+  "layout": "split",
   "opset": 24,
   "max_context": 64,
   "preset": null,
@@ -109,6 +117,17 @@ GOLDEN = """\
     }
   },
   "decomposed": {},
+  "cycle": {
+    "accept": {
+      "file": "graphs/accept.onnx",
+      "data": [],
+      "inputs": [
+        {"name": "input_ids", "dtype": "int64", "shape": ["B", "S"]},
+        {"name": "past_key_0", "dtype": "float32", "shape": ["B", 2, "C", 2]}
+      ],
+      "outputs": [{"name": "next_token", "dtype": "int64", "shape": ["B", "S"]}]
+    }
+  },
   "variants": [],
   "run_precision": null,
   "parity": [
@@ -123,6 +142,11 @@ GOLDEN = """\
   ],
   "engines": [],
   "files": [
+    {
+      "path": "graphs/accept.onnx",
+      "num_bytes": 12,
+      "sha256": "485a30e6b804c7ef1ec4ca5e7bf5ace94ccff45aec6f407f29086c361985cbb3"
+    },
     {
       "path": "graphs/target.data",
       "num_bytes": 640000,
@@ -144,7 +168,7 @@ GOLDEN = """\
       "sha256": "44136fa355b3678a1146ad16f7e8649e94fb4fc21fe77e8310c060f61caaff8a"
     }
   ],
-  "digest": "eeffa9d4e16b78297e6530f9a0fe579e36da3b15c694b3911fe354eea384fca4"
+  "digest": "9ae5b2d293c5fed5eae9707a9dbca02b0e0ec6d7651bf32524e3ecac99afa080"
 }
 """
 
@@ -187,6 +211,7 @@ def solo(folder: Path) -> Manifest:
             refiner_tokenizer=None,
         ),
         graphs={"target": graph("target", "graphs/target.data")},
+        cycle={"accept": graph("accept")},
         parity=(parity("target", "transformers LlamaForCausalLM"),),
         files=record_files(folder),
     )
@@ -220,6 +245,15 @@ def trio(folder: Path) -> Manifest:
             "target": graph("target.decomposed", "graphs/target.data"),
             "drafter": graph("drafter.decomposed", "graphs/drafter.data", "graphs/target.data"),
             "refiner": graph("refiner.decomposed", "graphs/refiner.data"),
+        },
+        layout="fused",
+        cycle={
+            "step": graph("step", "graphs/target.data"),
+            "step.decomposed": graph("step.decomposed", "graphs/target.data"),
+            "step.int8": graph("step.int8", "graphs/target.int8.data"),
+            "step.int8.decomposed": graph("step.int8.decomposed", "graphs/target.int8.data"),
+            "accept": graph("accept", "graphs/target.data"),
+            "accept.decomposed": graph("accept.decomposed", "graphs/target.data"),
         },
         variants=(variant(),),
         parity=(*base.parity, parity("drafter", "the module"), parity("refiner", "the module")),
@@ -400,7 +434,8 @@ def without(raw: Any, place: Place) -> Any:
 
 
 def dotted(place: Place) -> str:
-    text = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in place)
+    keys = [repr(key) if "." in str(key) else key for key in place]
+    text = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys)
     return text.removeprefix(".")
 
 
@@ -468,7 +503,8 @@ def test_unknown_key_in_every_object(raw: dict[str, Any]) -> None:
         if place == ("tool",):
             continue
         message = refusal(text_of(changed(raw, (*place, "extra"), 1), signed=True))
-        expected = "graphs.extra should be an object" if place == ("graphs",) else dotted((*place, "extra"))
+        records = place in {("graphs",), ("cycle",)}
+        expected = f"{place[0]}.extra should be an object" if records else dotted((*place, "extra"))
         assert message.startswith(expected), (place, message)
     assert "unknown, expected only source, digest" in refusal(
         text_of(changed(raw, ("target", "extra"), 1), signed=True)
@@ -547,6 +583,19 @@ CONTRADICTIONS: list[tuple[str, Any, str]] = [
     ("graphs.target.inputs.1.dtype", "bool", "graphs.target.inputs[1].dtype should be 'int64' or"),
     ("graphs.target.inputs.1.shape.1", 0, "graphs.target.inputs[1].shape[1] should be a positive size"),
     ("graphs.target.inputs.1.shape.0", "", "graphs.target.inputs[1].shape[0] should be a positive size"),
+    ("layout", "merged", "layout should be 'split' or 'fused', got 'merged'"),
+    ("layout", "split", "cycle.step is none of accept, accept.decomposed"),
+    ("cycle.accept", "DELETE", "cycle.accept should be present"),
+    ("cycle.step", "DELETE", "cycle.step should be present"),
+    ("cycle.'step.decomposed'", "DELETE", "cycle.step.decomposed should be present"),
+    ("cycle.'step.int8'", "DELETE", "cycle.step.int8 should be present"),
+    ("cycle.'step.int8.decomposed'", "DELETE", "cycle.step.int8.decomposed should be present"),
+    ("cycle.embedder", EMBEDDER, "cycle.embedder is none of accept, accept.decomposed, step, step.decomposed"),
+    ("cycle.step.file", "graphs/target.onnx", "cycle.step.file should be 'graphs/step.onnx'"),
+    ("cycle.step.inputs.1.dtype", "float16", "cycle.step.inputs[1].dtype should be a type of fp32"),
+    ("cycle.'step.int8'.outputs", [], "cycle.'step.int8'.outputs should be those of cycle.step"),
+    ("engines.0.role", "step", "engines[0].layout should be 'fused', got 'split'"),
+    ("engines.0.layout", "fused", "engines[0].layout should be 'split', got 'fused'"),
     ("parity.0.graph", "embedder", "parity[0].graph should be 'target' or 'drafter' or 'refiner'"),
     ("parity.0.against", "", "parity[0].against should not be empty"),
     ("parity.0.value", 0.5, "parity[0].value should be at most the tolerance 0.0001, got 0.5"),
@@ -554,16 +603,17 @@ CONTRADICTIONS: list[tuple[str, Any, str]] = [
     ("parity.0.rows", 0, "parity[0].rows should be at least 1"),
     ("files.2.num_bytes", -1, "files[2].num_bytes should be at least 0"),
     ("files.2.sha256", "x" * 64, "files[2].sha256 should be 64"),
-    ("files.2.path", "manifest.json", "graphs.drafter.data[0] should be listed"),
-    ("files.15.path", "tokenizer/texts.json", "files should list tokenizer/text.json"),
-    ("files.16.path", "zz", "files should list tokenizer/tokenizer.json"),
-    ("files.2.path", "graphs/zz.data", "graphs.drafter.data[0] should be listed in files"),
+    ("files.4.path", "manifest.json", "graphs.drafter.data[0] should be listed"),
+    ("files.21.path", "tokenizer/texts.json", "files should list tokenizer/text.json"),
+    ("files.22.path", "zz", "files should list tokenizer/tokenizer.json"),
+    ("files.4.path", "graphs/zz.data", "graphs.drafter.data[0] should be listed in files"),
 ]
 
 
 @pytest.mark.parametrize(("where", "value", "message"), CONTRADICTIONS)
 def test_contradictions(raw: dict[str, Any], where: str, value: Any, message: str) -> None:
-    place = tuple(int(key) if key.isdigit() else key for key in where.split("."))
+    keys = re.findall(r"'([^']*)'|([^.']+)", where)
+    place = tuple(int(key) if key.isdigit() else key for key in (quoted or plain for quoted, plain in keys))
     tampered = without(raw, place) if value == "DELETE" else changed(raw, place, value)
     assert refusal(text_of(tampered, signed=True)).startswith(message)
 
@@ -601,19 +651,52 @@ def test_records_check_themselves_without_a_file(tmp_path: Path) -> None:
     with pytest.raises(BundleError, match=r"^num_kv_heads should be a divisor of num_heads 4, got 3$"):
         model("1", num_kv_heads=3)
     alone = solo(write_files(tmp_path, SOLO_FILES))
-    with pytest.raises(BundleError, match=r"^parity\[0\]\.graph should be one of target, got 'drafter'$"):
+    with pytest.raises(BundleError, match=r"^parity\[0\]\.graph should be one of target, accept, got 'drafter'$"):
         dataclasses.replace(alone, parity=(parity("drafter", "the module"),))
-    with pytest.raises(BundleError, match=r"^schema should be 3, got 4$"):
-        dataclasses.replace(alone, schema=4)
+    with pytest.raises(BundleError, match=r"^schema should be 4, got 5$"):
+        dataclasses.replace(alone, schema=5)
+
+
+def test_what_a_bundle_has_of_a_cycle(bundle: Path) -> None:
+    fused = read_manifest(bundle)
+    assert fused.precisions("step") == ("fp32", "int8") and fused.precisions("accept") == ("fp32",)
+    for precision, stem in (("fp32", "step"), ("int8", "step.int8")):
+        for decomposed, suffix in ((False, ""), (True, ".decomposed")):
+            found = fused.graph("step", precision, decomposed=decomposed)
+            assert found is not None and found.file == f"graphs/{stem}{suffix}.onnx"
+            assert fused.graph("accept", precision, decomposed=decomposed) == fused.cycle[f"accept{suffix}"]
+    assert fused.graph("step", "fp8") is None
+    stale = {stem: graph for stem, graph in fused.cycle.items() if "int8" not in stem}
+    assert dataclasses.replace(fused, cycle=stale).precisions("step") == ("fp32",)
+    split = {stem: graph for stem, graph in stale.items() if "accept" in stem}
+    assert dataclasses.replace(fused, layout="split", cycle=split).graph("step", "fp32") is None
+    alone = {"variants": (), "drafter": None, "refiner": None, "draft": None, "decomposed": {}}
+    with pytest.raises(BundleError, match=r"^layout should be 'split' without a drafter, got 'fused'$"):
+        text = dataclasses.replace(fused.text, drafter_tokenizer=None, refiner_tokenizer=None)
+        graphs = {"target": fused.graphs["target"]}
+        dataclasses.replace(fused, **alone, text=text, graphs=graphs, parity=fused.parity[:1], engines=())
+
+
+def test_the_step_of_what_is_asked(bundle: Path) -> None:
+    manifest = read_manifest(bundle)
+    for asked, expected in ((None, "fp32"), ("int8", "int8"), ({"target": "int8"}, "int8"), ("fp32", "fp32")):
+        assert step_precision(manifest, choose_precisions(manifest, asked)) == expected
+    with pytest.raises(
+        BundleError, match=r"no fused step of target=fp8, drafter=fp32, refiner=fp32 \(it has fp32, int8\)"
+    ):
+        step_precision(manifest, {"target": "fp8", "drafter": "fp32", "refiner": "fp32"})
+    split = {stem: graph for stem, graph in manifest.cycle.items() if "accept" in stem}
+    with pytest.raises(BundleError, match="no fused step; build one with `xpress-export build --layout fused`"):
+        step_precision(dataclasses.replace(manifest, layout="split", cycle=split), {})
 
 
 def test_other_schema(raw: dict[str, Any]) -> None:
-    newer = raw | {"schema": 4, "servers": [], "tool": {"xpress-export": "9.0"}}
+    newer = raw | {"schema": 5, "servers": [], "tool": {"xpress-export": "9.0"}}
     message = refusal(text_of(newer, signed=True))
-    assert message.startswith("schema should be 3, the only one this version of xpress-export reads, got 4")
+    assert message.startswith("schema should be 4, the only one this version of xpress-export reads, got 5")
     assert "written by version '9.0'" in message
     assert refusal(text_of(raw | {"schema": True}, signed=True)).startswith("schema should be an integer")
-    assert refusal(text_of(raw | {"schema": 4, "tool": 1}, signed=True)).startswith("schema should be 3")
+    assert refusal(text_of(raw | {"schema": 5, "tool": 1}, signed=True)).startswith("schema should be 4")
 
 
 # Text that is no manifest
@@ -632,12 +715,12 @@ def test_truncated_anywhere(bundle: Path) -> None:
     [
         ("[]", "one JSON object was expected, got a list"),
         ("null", "one JSON object was expected, got null"),
-        ('{"schema": 3, "schema": 3}', "this is not valid JSON (an object repeats one of its keys"),
+        ('{"schema": 4, "schema": 4}', "this is not valid JSON (an object repeats one of its keys"),
         ('{"schema": NaN}', "this is not valid JSON (NaN is no JSON number)"),
         ('{"a": ' + "[" * 100_000 + "]" * 100_000 + "}", "this is not valid JSON (maximum recursion depth"),
         ('{"schema": ' + "1" * 5000 + "}", "this is not valid JSON"),
         ("{}", "schema is missing"),
-        ('{"schema": 3}', "digest is missing"),
+        ('{"schema": 4}', "digest is missing"),
         ('\ufeff{"schema": 1}', "this is not valid JSON"),
     ],
 )

@@ -25,7 +25,7 @@ from xpress_export.cli_bench import bench_command
 from xpress_export.cli_calibrate import COMMANDS as PRECISION_COMMANDS
 from xpress_export.cli_calibrate import quantize_build
 from xpress_export.cli_engines import COMMANDS as ENGINE_COMMANDS
-from xpress_export.cli_engines import device_command, print_engine
+from xpress_export.cli_engines import GRAPHS, device_command, print_engine
 from xpress_export.cli_eval import evaluate_command
 from xpress_export.cli_generate import generate_command, warn_untrained
 from xpress_export.cli_serve import serve_command
@@ -124,6 +124,12 @@ def build_options(command: Command) -> Command:
             default="auto",
             help="decomposed: add graphs for an older TensorRT; auto: where the platform has one.",
         ),
+        click.option(
+            "--layout",
+            type=click.Choice(names.LAYOUTS),
+            default=names.LAYOUT_SPLIT,
+            help="How a cycle runs: a graph for each model, or fused into one, which needs a drafter.",
+        ),
         click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder of the bundle."),
     ]
     for option in reversed(options):
@@ -180,6 +186,7 @@ def _export(
     precision: str | None,
     max_context: int | None,
     lowering: str,
+    layout: str,
     out: Path,
 ) -> None:
     precision = precision or ("fp32" if platform == platforms.CPU else "fp16")
@@ -190,6 +197,8 @@ def _export(
         raise click.UsageError("--preset brings its own drafter and refiner; leave --drafter and --refiner out")
     if refiner is not None and drafter is None:
         raise click.UsageError("--refiner corrects a drafter's block: give --drafter too")
+    if layout == names.LAYOUT_FUSED and preset is None and drafter is None:
+        raise click.UsageError("--layout fused drafts in its step: give --drafter, or leave the layout split")
     sources = presets.PRESETS[preset].sources() if preset else dict(target=target, drafter=drafter, refiner=refiner)
     check_free_to_use(out, replace=True)  # before anything that takes time
     progress = ui.ConsoleProgress(err)
@@ -202,6 +211,7 @@ def _export(
         precision=precision,
         max_context=max_context,
         lowering=lowering,
+        layout=layout,
     )
     done = exporter.export(options, out, progress)
     _report_bundle(out, done.manifest, done.reused)
@@ -219,7 +229,8 @@ def _report_bundle(folder: Path, manifest: Any, reused: bool) -> None:
 
     state = "is valid and was reused" if reused else "built"
     models = " + ".join(manifest.graphs)
-    out.print(f"bundle {folder} {state}: {models}, {manifest.precision}, {ui.human_bytes(manifest.num_bytes)}")
+    facts = f"{models}, {manifest.layout} layout, {manifest.precision}, {ui.human_bytes(manifest.num_bytes)}"
+    out.print(f"bundle {folder} {state}: {facts}")
     if not reused:
         out.print()
         out.print(parity_table(manifest))
@@ -229,7 +240,7 @@ def _report_bundle(folder: Path, manifest: Any, reused: bool) -> None:
 @cli.command()
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.option("--verify", is_flag=True, help="Also check every file against its recorded hash.")
-@click.option("--engine", type=click.Choice(names.ROLES), help="Show one engine instead: layers, precision, memory.")
+@click.option("--engine", type=GRAPHS, help="Show one engine instead: layers, precision, memory.")
 @click.option("--platform", metavar="P", help="Which platform's engine, where there are several.")
 @click.option("--json", "as_json", is_flag=True, help="Print the manifest as JSON.")
 def inspect(bundle: Path, verify: bool, engine: str | None, platform: str | None, as_json: bool) -> None:

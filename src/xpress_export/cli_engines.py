@@ -20,10 +20,11 @@ from xpress_export import console as ui
 from xpress_export import names, platforms
 from xpress_export.cli_precision import PRECISION
 from xpress_export.precision import Precision
-from xpress_export.records import HARDWARE_LEVELS, LAYOUTS
+from xpress_export.records import HARDWARE_LEVELS
 
 err = ui.make_console(stderr=True)
 out = ui.make_console()
+GRAPHS = click.Choice((*names.ROLES, *names.CYCLE))
 BUNDLE = click.argument("bundle", type=click.Path(path_type=Path))
 
 
@@ -42,14 +43,18 @@ def default_cache_dir() -> Path:
     type=click.Choice([platforms.TENSORRT, platforms.TENSORRT_RTX]),
     help="Which TensorRT builds.  [default: the one that can here]",
 )
-@click.option("--layout", type=click.Choice(LAYOUTS), default="split", help="One engine per model.")
+@click.option(
+    "--layout",
+    type=click.Choice(names.LAYOUTS),
+    help="split: an engine for each model; fused: one for a whole cycle.  [default: the bundle's]",
+)
 @click.option(
     "--lowering",
     type=click.Choice(["auto", *platforms.LOWERINGS]),
     default="auto",
     help="Form of the graphs; auto: what the TensorRT version reads.",
 )
-@click.option("--role", "roles", multiple=True, type=click.Choice(names.ROLES), help="Only this model; repeatable.")
+@click.option("--role", "roles", multiple=True, type=GRAPHS, help="Only the engine of this graph; repeatable.")
 @click.option("--max-context", type=click.IntRange(min=2), metavar="N", help="Tokens of prompt and answer together.")
 @click.option("--max-batch", type=click.IntRange(min=1), default=1, metavar="N", help="Slots.")
 @click.option("--block", type=click.IntRange(min=2), metavar="N", help="Slots of a block.  [default: the drafter's]")
@@ -218,7 +223,7 @@ def cache_clear(cache_dir: Path | None) -> None:
 
 @click.command("graph")
 @BUNDLE
-@click.argument("role", type=click.Choice(names.ROLES))
+@click.argument("role", type=GRAPHS)
 @click.option("--lowering", type=click.Choice(platforms.LOWERINGS), default=platforms.NATIVE, help="Which form.")
 @PRECISION
 @click.option("--capacity", type=click.IntRange(min=1), required=True, metavar="N", help="Rows of each cache.")

@@ -26,7 +26,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -278,3 +278,19 @@ def _human(num_bytes: int) -> str:
             return f"{size:.0f} bytes" if unit == "bytes" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} TiB"
+
+
+def link_rest(folder: Path, stage: Path, paths: Iterable[str]) -> None:
+    """Make the files `paths` of `folder` that `stage` lacks appear in `stage` too.
+
+    As second names of the same files where the filesystem can, so that nothing is copied.
+    """
+    for path in paths:
+        place = stage / path
+        if place.exists():
+            continue
+        place.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            os.link(folder / path, place)
+        except OSError:
+            shutil.copy2(folder / path, place)

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from xpress_export.errors import PlanMismatchError
 from xpress_export.gpu import Gpu
+from xpress_export.names import LAYOUT_SPLIT
 from xpress_export.records import EngineRecord
 
 
@@ -45,6 +46,7 @@ def rebuild_command(engine: EngineRecord, bundle: Path) -> str:
     """The command that builds this engine again."""
     words = ["xpress-export compile", shlex.quote(str(bundle)), f"--platform {engine.platform}"]
     words += [f"--backend {engine.backend}", f"--max-context {engine.max_context}"]
+    words += [f"--layout {engine.layout}"] if engine.layout != LAYOUT_SPLIT else []
     words += [f"--max-batch {engine.max_batch}"] if engine.max_batch != 1 else []
     words += [f"--hardware-compat {engine.hardware_compat}"] if engine.hardware_compat != "none" else []
     return " ".join([*words, *(["--version-compatible"] if engine.version_compatible else [])])

@@ -4,6 +4,8 @@
     graphs/{target,drafter,refiner}.onnx       one graph per model; drafter and refiner may be absent
     graphs/{target,drafter,refiner}.data       weights; a graph may refer to another model's file
     graphs/draft_vocab.npy                     token ids of a reduced draft vocabulary, where it is one
+    graphs/accept.onnx                         what a cycle commits
+    graphs/step.onnx, step.{precision}.onnx    a whole cycle on the same weights, in a bundle of the fused layout
     graphs/*.decomposed.onnx                   the same graphs for an older TensorRT, on the same weights
     graphs/{role}.{precision}.onnx, .data      quantized variants, which may refer to the weights above
     scales/*.json                              what calibration measured, and what each variant was made from
@@ -18,7 +20,7 @@
 
 Reading is strict: a key too many, a key too few, a wrong type, a value that contradicts another, or an edit
 that leaves the digest behind is a `BundleError`. To add a section: a frozen class in `records`, a field of
-`Manifest`, its checks in `__post_init__`, the next number in `SCHEMA`. The decoder follows the type hints.
+`Manifest`, its checks in `consistency`, the next number in `SCHEMA`. The decoder follows the type hints.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ import json
 import os
 import stat
 import threading
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from dataclasses import field as declared
@@ -38,6 +40,7 @@ from pathlib import Path
 from typing import Any
 
 from xpress_export import names
+from xpress_export.consistency import check_sections
 from xpress_export.errors import BundleError, ExportError
 from xpress_export.folders import files_below, sync
 from xpress_export.platforms import PLATFORMS
@@ -60,6 +63,7 @@ from xpress_export.records import (
     TextRecord,
     VariantRecord,
     at_least,
+    graph_stem,
     one_of,
     refuse,
 )
@@ -67,7 +71,6 @@ from xpress_export.strict_json import (
     FieldError,
     decode,
     dump,
-    key_name,
     load_object,
     require,
     show,
@@ -99,8 +102,7 @@ __all__ = [
     "write_manifest",
 ]
 
-SCHEMA = 3
-TOKENIZER_FILES = ("tokenizer.json", "text.json")
+SCHEMA = 4
 TOOL = "xpress-export"
 PRECISIONS = tuple(DTYPES)
 LOWERINGS = ("native",)
@@ -116,13 +118,17 @@ _NUM_THREADS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """Everything a bundle says about itself. `files` covers every file but the manifest, sorted by path."""
+    """Everything a bundle says about itself. `files` covers every file but the manifest, sorted by path.
+
+    layout: how it was built to run. cycle: `accept` and, where it was built fused, `step`, by the stem of their files.
+    """
 
     schema: int = SCHEMA
     tool: Mapping[str, str]
     platform: str
     precision: str
     lowering: str
+    layout: str = names.LAYOUT_SPLIT
     opset: int
     max_context: int
     preset: str | None
@@ -133,6 +139,7 @@ class Manifest:
     text: TextRecord
     graphs: Mapping[str, GraphRecord]
     decomposed: Mapping[str, GraphRecord] = declared(default_factory=dict)
+    cycle: Mapping[str, GraphRecord]
     variants: tuple[VariantRecord, ...] = ()
     run_precision: str | None = None
     parity: tuple[ParityRecord, ...]
@@ -144,32 +151,38 @@ class Manifest:
         one_of(self, "platform", tuple(PLATFORMS))
         one_of(self, "precision", PRECISIONS)
         one_of(self, "lowering", LOWERINGS)
+        one_of(self, "layout", names.LAYOUTS)
         one_of(self, "opset", OPSETS)
         at_least(self, 1, "max_context")
         if TOOL not in self.tool:
             raise FieldError(f"tool.{TOOL}", "is missing")
-        _check_trio(self)
-        _check_draft(self)
-        _check_graphs(self)
-        _check_decomposed(self)
-        _check_variants(self)
-        _check_engines(self)
-        _check_files(self)
+        check_sections(self)
         object.__setattr__(self, "tool", dict(sorted(self.tool.items())))
         object.__setattr__(self, "graphs", {role: self.graphs[role] for role in self.roles})
         decomposed = {role: self.decomposed[role] for role in self.roles if role in self.decomposed}
         object.__setattr__(self, "decomposed", decomposed)
+        object.__setattr__(self, "cycle", dict(sorted(self.cycle.items())))
 
     @property
     def roles(self) -> tuple[str, ...]:
         """The models present, in the order they run."""
         return tuple(role for role in names.ROLES if getattr(self, role) is not None)
 
-    def precisions(self, role: str) -> tuple[str, ...]:  # that of the bundle first
+    def precisions(self, role: str) -> tuple[str, ...]:
+        """What the graphs of a role are in, that of the bundle first; `accept` computes in none and counts as its."""
+        if role in names.CYCLE:
+            known = dict.fromkeys(variant.precision for variant in self.variants)
+            return (self.precision, *(p for p in known if graph_stem(role, p) in self.cycle))
         return (self.precision, *(variant.precision for variant in self.variants if variant.role == role))
 
     def graph(self, role: str, precision: str, *, decomposed: bool = False) -> GraphRecord | None:
-        """The graph of a model in a precision and lowering, or None if the bundle has no such graph."""
+        """The graph of a role in a precision and lowering, or None if the bundle has no such graph.
+
+        Of `step` it is the one whose models run in that precision where they have it; of `accept` the only one.
+        """
+        if role in names.CYCLE:
+            own = role == names.ACCEPT or precision == self.precision
+            return self.cycle.get(graph_stem(role, None if own else precision, decomposed=decomposed))
         if precision == self.precision:
             return (self.decomposed if decomposed else self.graphs).get(role)
         found = [v for v in self.variants if (v.role, v.precision) == (role, precision)]
@@ -215,129 +228,6 @@ def _check_schema(raw: dict[str, Any]) -> None:
         by = f" written by version {show(writer)}" if isinstance(writer, str) else ""
         expected = f"should be {SCHEMA}, the only one this version of {TOOL} reads"
         raise FieldError("schema", f"{expected}, got {show(schema)}{by}")
-
-
-def _check_trio(m: Manifest) -> None:
-    """A refiner needs a drafter; what describes a model is there exactly when the model is."""
-    if m.refiner and not m.drafter:
-        raise FieldError("drafter", "should be a record, got null: a refiner needs the drafter it refines")
-    present = [
-        ("draft", m.drafter, m.draft),
-        ("text.drafter_tokenizer", m.drafter, m.text.drafter_tokenizer),
-        ("text.refiner_tokenizer", m.refiner, m.text.refiner_tokenizer),
-        *((f"graphs.{role}", getattr(m, role), m.graphs.get(role)) for role in names.ROLES),
-    ]
-    for field, model, described in present:
-        if (model is None) != (described is None):
-            needed = "absent without its model" if model is None else "present, its model is listed"
-            raise FieldError(field, f"should be {needed}")
-    if unknown := set(m.graphs) - set(names.ROLES):
-        raise FieldError(f"graphs.{key_name(min(unknown))}", f"is none of {', '.join(names.ROLES)}")
-
-
-def _check_draft(m: Manifest) -> None:
-    if m.draft is None or m.drafter is None:
-        return
-    vocab, layers = m.target.vocab_size, m.target.num_layers
-    if m.drafter.vocab_size != vocab:
-        refuse("drafter.vocab_size", f"the target's {vocab}", m.drafter.vocab_size)
-    if m.draft.mask_token_id >= vocab:
-        refuse("draft.mask_token_id", f"below the vocabulary's {vocab}", m.draft.mask_token_id)
-    if m.draft.draft_vocab_size > vocab:
-        refuse("draft.draft_vocab_size", f"at most the vocabulary's {vocab}", m.draft.draft_vocab_size)
-    if (m.draft.draft_vocab_size < vocab) != (m.draft.vocab_file is not None):
-        expected = "a file" if m.draft.draft_vocab_size < vocab else "null, the drafter has every token"
-        refuse("draft.vocab_file", expected, m.draft.vocab_file)
-    if m.draft.vocab_file is not None and m.draft.vocab_file not in {file.path for file in m.files}:
-        refuse("draft.vocab_file", "listed in files", m.draft.vocab_file)
-    if not all(-1 <= i < layers for i in m.draft.target_layer_ids):
-        refuse("draft.target_layer_ids", f"between -1 and {layers - 1}", list(m.draft.target_layer_ids))
-    if (m.draft.refine_passes > 0) != (m.refiner is not None):
-        expected = "at least 1 with a refiner" if m.refiner else "0 without a refiner"
-        refuse("draft.refine_passes", expected, m.draft.refine_passes)
-    if m.draft.block_size > m.max_context:
-        refuse("max_context", f"at least the block size {m.draft.block_size}", m.max_context)
-
-
-def _check_graphs(m: Manifest) -> None:
-    listed = {file.path for file in m.files}
-    for role, graph in m.graphs.items():
-        where = f"graphs.{role}"
-        _check_graph_files(graph, where, f"{GRAPHS_FOLDER}/{role}.onnx", listed)
-        for side, tensors in (("inputs", graph.inputs), ("outputs", graph.outputs)):
-            for n, tensor in enumerate(tensors):
-                if tensor.dtype not in DTYPES[m.precision]:
-                    refuse(f"{where}.{side}[{n}].dtype", f"a type of {m.precision}", tensor.dtype)
-    for n, parity in enumerate(m.parity):
-        if parity.graph not in m.graphs:
-            refuse(f"parity[{n}].graph", f"one of {', '.join(m.graphs)}", parity.graph)
-
-
-def _check_graph_files(graph: GraphRecord, where: str, expected: str, listed: Collection[str]) -> None:
-    if graph.file != expected:
-        refuse(f"{where}.file", repr(expected), graph.file)
-    for field, path in [("file", graph.file), *((f"data[{n}]", p) for n, p in enumerate(graph.data))]:
-        if path not in listed:
-            refuse(f"{where}.{field}", "listed in files", path)
-
-
-def _check_decomposed(m: Manifest) -> None:
-    """The second lowering covers all models or none, with the bindings of the first."""
-    listed = {file.path for file in m.files}
-    if m.decomposed and set(m.decomposed) != set(m.graphs):
-        refuse("decomposed", f"empty or one graph for each of {', '.join(m.graphs)}", sorted(m.decomposed))
-    for role, graph in m.decomposed.items():
-        _check_graph_files(graph, f"decomposed.{role}", f"{GRAPHS_FOLDER}/{role}.decomposed.onnx", listed)
-        for side in ("inputs", "outputs"):
-            if getattr(graph, side) != getattr(m.graphs[role], side):
-                raise FieldError(f"decomposed.{role}.{side}", f"should be those of graphs.{role}")
-
-
-def _check_variants(m: Manifest) -> None:
-    """What a variant refers to is there; there is one of each role and precision."""
-    listed = {file.path for file in m.files}
-    for n, variant in enumerate(m.variants):
-        where = f"variants[{n}]"
-        if variant.role not in m.graphs:
-            refuse(f"{where}.role", f"one of {', '.join(m.graphs)}", variant.role)
-        if (variant.decomposed is None) != (not m.decomposed):
-            refuse(f"{where}.decomposed", "there exactly if the bundle has that lowering", variant.decomposed)
-        files = {"file": variant.file, "decomposed": variant.decomposed, "scales": variant.scales}
-        for field, path in [*files.items(), *((f"data[{i}]", path) for i, path in enumerate(variant.data))]:
-            if path is not None and path not in listed:
-                refuse(f"{where}.{field}", "listed in files", path)
-    if len({(variant.role, variant.precision) for variant in m.variants}) != len(m.variants):
-        raise FieldError("variants", "should not hold two of one role and precision")
-    known = (None, m.precision, *dict.fromkeys(variant.precision for variant in m.variants))
-    one_of(m, "run_precision", known)
-
-
-def _check_engines(m: Manifest) -> None:
-    listed = {file.path for file in m.files}
-    for n, engine in enumerate(m.engines):
-        where = f"engines[{n}]"
-        if engine.role not in m.graphs:
-            refuse(f"{where}.role", f"one of {', '.join(m.graphs)}", engine.role)
-        if engine.precision not in m.precisions(engine.role):
-            expected = f"one that the graphs of the {engine.role} are in, {' or '.join(m.precisions(engine.role))}"
-            refuse(f"{where}.precision", expected, engine.precision)
-        for field in ("file", "report"):
-            if getattr(engine, field) not in listed:
-                refuse(f"{where}.{field}", "listed in files", getattr(engine, field))
-    identities = [engine.identity for engine in m.engines]
-    if len(set(identities)) != len(identities):
-        raise FieldError("engines", "should not hold two engines of one role, platform, backend and layout")
-
-
-def _check_files(m: Manifest) -> None:
-    paths = [file.path for file in m.files]
-    if paths != sorted(set(paths)):
-        raise FieldError("files", "should be sorted by path, each file once")
-    if MANIFEST_FILE in paths:
-        raise FieldError("files", f"should not list {MANIFEST_FILE} itself")
-    for name in TOKENIZER_FILES:
-        if f"{m.text.folder}/{name}" not in paths:
-            raise FieldError("files", f"should list {m.text.folder}/{name}")
 
 
 # The folder.

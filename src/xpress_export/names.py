@@ -116,17 +116,22 @@ def present_value(layer: int) -> str:
     return f"present_value_{layer}"
 
 
+def of_drafter(name: str) -> str:
+    """A tensor of the drafter's cache, as `step` calls it beside the target's."""
+    return f"draft_{name}"
+
+
 def draft_past_key(layer: int) -> str:
-    return f"draft_past_key_{layer}"
+    return of_drafter(past_key(layer))
 
 
 def draft_past_value(layer: int) -> str:
-    return f"draft_past_value_{layer}"
+    return of_drafter(past_value(layer))
 
 
 def draft_present_key(layer: int) -> str:
-    return f"draft_present_key_{layer}"
+    return of_drafter(present_key(layer))
 
 
 def draft_present_value(layer: int) -> str:
-    return f"draft_present_value_{layer}"
+    return of_drafter(present_value(layer))

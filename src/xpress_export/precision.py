@@ -48,6 +48,24 @@ def choose_precisions(manifest: Manifest, asked: Precision) -> dict[str, str]:
     return {role: asked.get(role, own) for role in manifest.roles}
 
 
+def step_precision(manifest: Manifest, chosen: Mapping[str, str]) -> str:
+    """The precision of the step graph whose models run as `chosen`; a BundleError if the bundle has no such step."""
+    steps = manifest.precisions(names.STEP) if names.STEP in manifest.cycle else ()
+    for precision in steps:
+        if choose_precisions(manifest, precision) == chosen:
+            return precision
+    asked = ", ".join(f"{role}={precision}" for role, precision in chosen.items())
+    if not steps:
+        raise BundleError(
+            f"the bundle has no fused step; build one with `xpress-export build --layout {names.LAYOUT_FUSED}`"
+        )
+    raise BundleError(
+        f"the bundle has no fused step of {asked} (it has {', '.join(steps)}); "
+        f"`xpress-export quantize BUNDLE --precision P` adds the step of P, and --layout {names.LAYOUT_SPLIT} "
+        f"runs any combination"
+    )
+
+
 def _lacks(manifest: Manifest, what: str, precision: str) -> BundleError:
     has = "; ".join(f"{role}: {', '.join(manifest.precisions(role))}" for role in manifest.roles)
     if precision in QUANTIZED:

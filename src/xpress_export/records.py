@@ -21,13 +21,17 @@ SCALES_FILE = f"{SCALES_FOLDER}/calibration.json"
 _HALF = ("int64", "float32", "float16")
 DTYPES = {"fp32": ("int64", "float32"), "fp16": _HALF, "int8": _HALF, "fp8": _HALF}
 HARDWARE_LEVELS = ("none", "ampere-plus", "same-cc")
-LAYOUTS = ("split",)
 REFINER_KINDS = ("xpress", "markov")
 TOKENIZER_MATCHES = ("identical", "absent")
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _PATH = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9._-]*/)*[A-Za-z0-9_][A-Za-z0-9._-]*")
 _SYMBOL = re.compile(r"[A-Za-z]\w*(?:[+-]\d+)?")
+
+
+def graph_stem(role: str, precision: str | None = None, *, decomposed: bool = False) -> str:
+    """Name of a graph's file without its ending. precision: of a quantized graph; None: of the bundle."""
+    return ".".join(filter(None, (role, precision, "decomposed" if decomposed else None)))
 
 
 def refuse(field: str, expected: str, got: object) -> None:
@@ -247,7 +251,7 @@ class ParityRecord:
     rows: int
 
     def __post_init__(self) -> None:
-        one_of(self, "graph", names.ROLES)
+        one_of(self, "graph", (*names.ROLES, *names.CYCLE))
         not_empty(self, "against", "measure")
         at_least(self, 1, "rows")
         for name in ("value", "tolerance"):
@@ -315,12 +319,12 @@ class EngineRecord:
     cache_key: str
 
     def __post_init__(self) -> None:
-        one_of(self, "role", names.ROLES)
+        one_of(self, "role", (*names.ROLES, *names.CYCLE))
         one_of(self, "platform", tuple(platforms.PLATFORMS))
         one_of(self, "backend", (platforms.TENSORRT, platforms.TENSORRT_RTX))
         one_of(self, "precision", (*platforms.PRECISIONS, *platforms.QUANTIZED))
         one_of(self, "lowering", platforms.LOWERINGS)
-        one_of(self, "layout", LAYOUTS)
+        one_of(self, "layout", (names.LAYOUT_FUSED if self.role == names.STEP else names.LAYOUT_SPLIT,))
         one_of(self, "hardware_compat", HARDWARE_LEVELS)
         not_empty(self, "version", "profiles")
         at_least(self, 1, "sm", "max_context", "max_batch")

@@ -24,7 +24,7 @@ def graph(*shapes: tuple[int | str, ...]) -> GraphRecord:
 
 
 def test_capacity_has_room_for_a_rejected_block() -> None:
-    assert SIZES.capacity == 608 and SIZES.capacity % 16 == 0
+    assert SIZES.capacity == 624 and SIZES.capacity % 16 == 0
 
 
 @pytest.mark.parametrize(("role", "names"), [("target", ["prefill", "verify"]), ("drafter", ["prefill", "draft"])])
@@ -35,7 +35,7 @@ def test_two_profiles_where_tokens_vary(half_bundle: Path, role: str, names: lis
     assert profiles[0].sizes["S"] == (1, 64, 256) and profiles[1].sizes["S"] == (1, 8, 8)
     shapes = input_shapes(record, profiles[1], SIZES.static)
     assert set(shapes) == {t.name for t in record.inputs}
-    assert shapes["past_key_0"] == ((1, 2, 608, 16), (4, 2, 608, 16), (4, 2, 608, 16))
+    assert shapes["past_key_0"] == ((1, 2, 624, 16), (4, 2, 624, 16), (4, 2, 624, 16))
 
 
 def test_one_profile_and_dependent_sizes(half_bundle: Path) -> None:
@@ -61,11 +61,11 @@ def test_sizes_out_of_order_are_refused() -> None:
 def test_static_sizes_change_nothing_else(half_bundle: Path) -> None:
     path = half_bundle / "graphs" / "target.onnx"
     before = onnx.load(path, load_external_data=False)
-    after = onnx.load_model_from_string(fix_dimensions(path.read_bytes(), {"C": 608}))
+    after = onnx.load_model_from_string(fix_dimensions(path.read_bytes(), {"C": 624}))
     for value in (*before.graph.input, *before.graph.output, *before.graph.value_info):
         for dim in value.type.tensor_type.shape.dim:
             if dim.dim_param == "C":
-                dim.dim_value = 608
+                dim.dim_value = 624
     assert before == after
     assert fix_dimensions(path.read_bytes(), {}) == path.read_bytes()
 
