@@ -26,7 +26,7 @@ from xpress_export.errors import CalibrationError
 from xpress_export.folders import link_rest, require_free_space, staged_folder
 from xpress_export.manifest import GRAPHS_FOLDER, Manifest, VariantRecord, open_bundle, record_files, write_manifest
 from xpress_export.progress import Progress, Silent
-from xpress_export.records import SCALES_FILE, SCALES_FOLDER
+from xpress_export.records import SCALES_FILE, SCALES_FOLDER, graph_stem
 
 logger = logging.getLogger(__name__)
 
@@ -195,17 +195,25 @@ def _plan(
 def _with_variants(
     manifest: Manifest, variants: Sequence[VariantRecord], stage: Path, options: QuantizeOptions
 ) -> Manifest:
-    """The manifest of the bundle with new variants; engines of variants that are replaced go with them."""
+    """The manifest of the bundle with new variants; what was made of variants that are replaced goes with them.
+
+    Of steps that is any in a precision of `variants`: it had other models, or had not all of these.
+    """
     new = {(variant.role, variant.precision) for variant in variants}
     old = [variant for variant in manifest.variants if (variant.role, variant.precision) in new]
+    fused = {variant.precision for variant in variants}
+    new |= {(names.STEP, precision) for precision in fused}
     stale = [engine for engine in manifest.engines if (engine.role, engine.precision) in new]
+    stems = {graph_stem(names.STEP, precision, decomposed=lowered) for precision in fused for lowered in (False, True)}
     gone = {path for variant in old for path in _own_files(variant)}
+    gone |= {graph.file for stem, graph in manifest.cycle.items() if stem in stems}
     gone |= {path for engine in stale for path in (engine.file, engine.report)}
     files = {file.path: file for file in manifest.files if file.path not in gone}
     files |= {file.path: file for file in record_files(stage)}
     kept = [variant for variant in manifest.variants if variant not in old]
     return replace(
         manifest,
+        cycle={stem: graph for stem, graph in manifest.cycle.items() if stem not in stems},
         variants=tuple(sorted([*kept, *variants], key=lambda v: (names.ROLES.index(v.role), v.precision))),
         run_precision=options.precision if options.run else manifest.run_precision,
         engines=tuple(engine for engine in manifest.engines if engine not in stale),

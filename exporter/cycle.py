@@ -24,6 +24,9 @@ from xpress_export.records import DraftRecord, GraphRecord, graph_stem
 
 Graphs = dict[str, GraphRecord]
 
+_UNREADABLE = graph_stem(names.STEP, "int4-weight", decomposed=True)
+"""Step that ONNX Runtime does not load: blocks of 4-bit weights in the opset of an older TensorRT."""
+
 
 def write_cycle(
     folder: Path,
@@ -50,10 +53,11 @@ def write_cycle(
         records[stem] = save_graph(accept, folder / GRAPHS_FOLDER, stem)
         checks.append(check_accept(folder / records[stem].file))
         if draft is not None:
-            parts = {role: folder / graph.file for role, graph in {**models, names.ACCEPT: records[stem]}.items()}
+            used = {**models, names.ACCEPT: records[stem]}
+            parts = _below(folder, {role: graph.file for role, graph in used.items()})
             stem = graph_stem(names.STEP, decomposed=is_decomposed)
-            records[stem], made = _write_step(folder, stem, parts, draft, precision, progress)
-            checks += made
+            records[stem] = _write_step(folder, stem, parts, draft)
+            checks += _check(folder / records[stem].file, parts, draft, precision, progress)
     return records, checks
 
 
@@ -67,39 +71,49 @@ def add_steps(folder: Path, progress: Progress | None = None) -> Manifest:
     missing = [precision for precision in found if precision not in manifest.precisions(names.STEP)]
     if manifest.draft is None or manifest.layout != names.LAYOUT_FUSED or not missing:
         return manifest
+    lowerings = (False, True) if manifest.decomposed else (False,)
+    made = {
+        graph_stem(names.STEP, precision, decomposed=is_decomposed): _parts(manifest, precision, is_decomposed)
+        for precision in missing
+        for is_decomposed in lowerings
+    }
     with staged_folder(folder, replace=True) as stage:
         (stage / GRAPHS_FOLDER).mkdir()
-        cycle = dict(manifest.cycle)
-        for precision in missing:
-            for is_decomposed in (False, True) if manifest.decomposed else (False,):
-                stem = graph_stem(names.STEP, precision, decomposed=is_decomposed)
-                parts = _parts_in(folder, manifest, precision, is_decomposed)
-                cycle[stem], _ = _write_step(stage, stem, parts, manifest.draft, manifest.precision, progress)
+        steps = {stem: _write_step(stage, stem, _below(folder, parts), manifest.draft) for stem, parts in made.items()}
         files = {file.path: file for file in (*manifest.files, *record_files(stage))}
+        link_rest(folder, stage, files)  # a graph is read from where its weights are
+        for stem, parts in made.items():
+            if stem != _UNREADABLE:
+                _check(stage / steps[stem].file, _below(stage, parts), manifest.draft, manifest.precision, progress)
+        cycle = {**manifest.cycle, **steps}
         new = replace(manifest, cycle=cycle, files=tuple(files[path] for path in sorted(files)))
-        link_rest(folder, stage, files)
         write_manifest(stage, new)
     return new
 
 
-def _parts_in(folder: Path, manifest: Manifest, precision: str, is_decomposed: bool) -> dict[str, Path]:
+def _parts(manifest: Manifest, precision: str, is_decomposed: bool) -> dict[str, str]:
     """The files of a step whose models are in `precision` where they have it."""
-    own = manifest.precision
     parts = {}
     for role in (*manifest.roles, names.ACCEPT):
-        chosen = precision if precision in manifest.precisions(role) else own
+        chosen = precision if precision in manifest.precisions(role) else manifest.precision
         graph = manifest.graph(role, chosen, decomposed=is_decomposed)
         assert graph is not None
-        parts[role] = folder / graph.file
+        parts[role] = graph.file
     return parts
 
 
-def _write_step(
-    folder: Path, stem: str, parts: Mapping[str, Path], draft: DraftRecord, precision: str, progress: Progress
-) -> tuple[GraphRecord, list[Check]]:
-    """Merge and check one step; `folder` is that of a bundle, the parts may lie in another."""
-    weights = sum(path.stat().st_size for path in parts[names.TARGET].parent.glob("*.data"))
-    with progress.step(f"Fusing and checking {stem}", expected_s=2 + weights / 2e7):
-        model = fuse_step(parts, draft.first_slot, draft.refine_passes)
-        record = save_graph(model, folder / GRAPHS_FOLDER, stem)
-        return record, check_step(folder / record.file, parts, draft, precision)
+def _below(folder: Path, parts: Mapping[str, str]) -> dict[str, Path]:
+    return {role: folder / file for role, file in parts.items()}
+
+
+def _write_step(folder: Path, stem: str, parts: Mapping[str, Path], draft: DraftRecord) -> GraphRecord:
+    """Merge a step; `folder` is that of a bundle, the parts may lie in another."""
+    return save_graph(fuse_step(parts, draft.first_slot, draft.refine_passes), folder / GRAPHS_FOLDER, stem)
+
+
+def _check(
+    path: Path, parts: Mapping[str, Path], draft: DraftRecord, precision: str, progress: Progress
+) -> list[Check]:
+    weights = sum(file.stat().st_size for file in path.parent.glob("*.data"))
+    with progress.step(f"Checking {path.stem}", expected_s=1 + weights / 2e7):
+        return check_step(path, parts, draft, precision)

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from xpress_export import console as ui
-from xpress_export import platforms
+from xpress_export import names, platforms
 
 if TYPE_CHECKING:
     from xpress_export.calibration.check import Checked
     from xpress_export.calibration.sensitivity import Sensitivity
+    from xpress_export.manifest import Manifest
 
 err = ui.make_console(stderr=True)
 out = ui.make_console()
@@ -87,7 +88,9 @@ def quantize_command(bundle: Path, **options: Any) -> None:
     from xpress_export.calibration.quantize import QuantizeOptions, quantize
 
     asked = QuantizeOptions(**options)
-    _report(bundle, quantize(bundle, asked, ui.ConsoleProgress(err)), {asked.of("target"), asked.of("drafter")})
+    progress = ui.ConsoleProgress(err)
+    made = _with_steps(bundle, quantize(bundle, asked, progress), progress)
+    _report(bundle, made, {asked.of("target"), asked.of("drafter")})
 
 
 def quantize_build(folder: Path, precision: str, prompts: Path | None) -> None:
@@ -102,7 +105,7 @@ def quantize_build(folder: Path, precision: str, prompts: Path | None) -> None:
     made = [variant for variant in manifest.variants if variant.precision == precision]
     same = weights_only or all(read_scales(folder / str(v.scales)).dataset == options.read()[1] for v in made)
     if made and same and manifest.run_precision == precision:
-        _report(folder, manifest, {precision})
+        _report(folder, _with_steps(folder, manifest, progress), {precision})
         return
     if not weights_only:
         if prompts is None:
@@ -111,7 +114,16 @@ def quantize_build(folder: Path, precision: str, prompts: Path | None) -> None:
         save_scales(folder, calibrate(folder, options, progress), None)
     alpha = DEFAULT_ALPHA if precision == "int8" else None
     wanted = QuantizeOptions(precision=precision, smoothquant=alpha, run=True)
-    _report(folder, quantize(folder, wanted, progress), {precision})
+    _report(folder, _with_steps(folder, quantize(folder, wanted, progress), progress), {precision})
+
+
+def _with_steps(folder: Path, manifest: Manifest, progress: ui.ConsoleProgress) -> Manifest:
+    """A bundle of the fused layout with the steps of its quantized models."""
+    if manifest.layout != names.LAYOUT_FUSED:
+        return manifest
+    from xpress_export.exporter.cycle import add_steps
+
+    return add_steps(folder, progress)
 
 
 def _report(bundle: Path, manifest: Any, precisions: set[str]) -> None:

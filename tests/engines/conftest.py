@@ -1,7 +1,8 @@
 """Bundles to compile, a simulated TensorRT, and the real TensorRT-RTX where it is installed.
 
 half_bundle         session   the tiny trio in float16, both lowerings
-quantized_bundle    session   the same, calibrated, with a variant of target and drafter in every precision
+fused_bundle        session   the same, in the fused layout
+quantized_bundle    session   the same, calibrated, with target, drafter and step in every precision
 bundle              function  a copy of half_bundle to add engines to
 simulated           function  installs a simulated `tensorrt` of a given version as the module of that name
 """
@@ -27,6 +28,7 @@ from xpress_export.engines import compile as compile_module
 from xpress_export.engines import libraries, memory
 from xpress_export.engines.job import BuildJob, BuildResult
 from xpress_export.engines.libraries import Library
+from xpress_export.exporter.cycle import add_steps
 from xpress_export.exporter.export import export
 from xpress_export.manifest import read_manifest, write_manifest
 
@@ -56,10 +58,19 @@ def half_bundle(tiny_trio: Any, trace_once: Any, tmp_path_factory: pytest.TempPa
 
 
 @pytest.fixture(scope="session")
-def quantized_bundle(half_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def fused_bundle(tiny_trio: Any, trace_once: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("engines") / "fused"
+    with pytest.MonkeyPatch.context() as patch:
+        trace_once.install(patch)
+        export(tiny_trio.options(precision="fp16", platform="jetson-orin", layout="fused"), out)
+    return out
+
+
+@pytest.fixture(scope="session")
+def quantized_bundle(fused_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """fc and lm_head are quantized too, so that nearly all products are."""
     folder = tmp_path_factory.mktemp("quantized") / "bundle"
-    shutil.copytree(half_bundle, folder)
+    shutil.copytree(fused_bundle, folder)
     calibrated = CalibrateOptions(prompts=None, samples=2, max_new_tokens=8, allow_dead=True, num_threads=1)
     save_scales(folder, calibrate(folder, calibrated), None)
     manifest = read_manifest(folder)
@@ -67,6 +78,7 @@ def quantized_bundle(half_bundle: Path, tmp_path_factory: pytest.TempPathFactory
     for precision in platforms.QUANTIZED:
         alpha = 0.6 if precision == "int8" else None
         quantize(folder, QuantizeOptions(precision=precision, smoothquant=alpha, include=("fc", "lm_head")))
+    add_steps(folder)
     return folder
 
 

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 
 from xpress_export.engines import memory, process
+from xpress_export.engines import plan as planning
 from xpress_export.engines.cache import Cache
 from xpress_export.engines.compile import Compiled, compile_bundle
 from xpress_export.engines.job import BuildJob
@@ -36,20 +38,54 @@ def snapshot(bundle: Path) -> dict[str, bytes]:
 def test_engines_join_the_bundle(bundle: Path, builds: Any) -> None:
     made = compiled(bundle)
     manifest = open_bundle(bundle)
-    assert manifest == made.manifest and [e.role for e in manifest.engines] == ["drafter", "refiner", "target"]
-    target = manifest.engines[2]
-    assert (target.sm, target.backend, target.lowering, target.capacity) == (89, "tensorrt-rtx", "native", 608)
+    assert manifest == made.manifest and [e.role for e in manifest.engines] == [
+        "accept",
+        "drafter",
+        "refiner",
+        "target",
+    ]
+    target = manifest.engines[3]
+    assert (target.sm, target.backend, target.lowering, target.capacity) == (89, "tensorrt-rtx", "native", 624)
     report = json.loads((bundle / target.report).read_text())
     assert report["evidence"].startswith("compiled") and report["seconds"]["build"] == 1.0
     assert report["by_hand"][1].startswith("tensorrt_rtx --onnx=target.onnx") and "--profile=1" in report["by_hand"][1]
 
 
+def test_a_fused_bundle_has_one_engine(fused_bundle: Path, builds: Any, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(fused_bundle, tmp_path / "bundle"))
+    made = compiled(folder)
+    (step,) = made.manifest.engines
+    assert (step.role, step.layout, step.precision, step.capacity) == ("step", "fused", "fp16", 624)
+    sizes = {profile.name: profile.sizes for profile in step.profiles}
+    assert list(sizes) == ["prefill", "step"] and sizes["prefill"]["S"] == (1, 64, 512)
+    assert sizes["step"]["S"] == (1, 8, 8) and sizes["step"]["N"] == (2, 8, 8)
+    files = {file.path: file.num_bytes for file in made.manifest.files}
+    weights = sum(files[f"graphs/{role}.data"] for role in ("target", "drafter", "refiner"))
+    plan = planning.plan_bundle(folder, made.manifest, CompileOptions(platform="l4"), None)
+    assert plan.engines[0].weight_bytes == weights
+    both = compiled(folder, layout="split").manifest
+    assert [e.role for e in both.engines] == ["accept", "drafter", "refiner", "step", "target"]
+    assert compiled(folder, precision="fp16").manifest.engines == both.engines
+
+
+def test_layouts_that_a_bundle_cannot_be_compiled_in(bundle: Path, fused_bundle: Path, builds: Any) -> None:
+    with pytest.raises(
+        EngineBuildError, match=r"no fused step; build it again with `xpress-export build --layout fused`"
+    ):
+        compiled(bundle, layout="fused")
+    with pytest.raises(EngineBuildError, match=r"--role step: the engines of the split layout are target, .* accept"):
+        compiled(bundle, roles=("step",))
+    with pytest.raises(EngineBuildError, match=r"--role target: the engines of the fused layout are step"):
+        compiled(fused_bundle, roles=("target",))
+    assert not builds.jobs
+
+
 def test_another_platform_adds_and_the_same_replaces(bundle: Path, builds: Any) -> None:
     first = compiled(bundle).manifest
     second = compiled(bundle, platform="t4").manifest
-    assert len(second.engines) == 6 and {e.platform for e in second.engines} == {"l4", "t4"}
+    assert len(second.engines) == 8 and {e.platform for e in second.engines} == {"l4", "t4"}
     third = compiled(bundle, opt_level=1).manifest
-    assert len(third.engines) == 6 and open_bundle(bundle) == third
+    assert len(third.engines) == 8 and open_bundle(bundle) == third
     old, new = ({e.file for e in m.engines if e.platform == "l4"} for m in (first, third))
     assert not old & new and not any((bundle / path).exists() for path in old)
 
@@ -59,10 +95,10 @@ def test_cache_saves_the_second_build(bundle: Path, builds: Any, tmp_path: Path)
     compiled(bundle, cache_dir=cache)
     before = read_manifest(bundle)
     again = compiled(bundle, cache_dir=cache)
-    assert len(builds.jobs) == 3 and all(built.cached for built in again.engines)
+    assert len(builds.jobs) == 4 and all(built.cached for built in again.engines)
     assert again.manifest == before
     compiled(bundle, cache_dir=cache, max_batch=2)
-    assert len(builds.jobs) == 6
+    assert len(builds.jobs) == 8
 
 
 @pytest.mark.parametrize("change", ["opt_level", "workspace_mb", "chunk", "max_context", "platform", "tactic_mb"])
@@ -151,7 +187,7 @@ def test_crash_at_every_step_of_the_commit(bundle: Path, builds: Any, monkeypatc
             except Crash:
                 done = False
         found = open_bundle(bundle)
-        assert found.graphs == before.graphs and len(found.engines) in {3, 6}
+        assert found.graphs == before.graphs and len(found.engines) in {4, 8}
         if done:
             break
         steps += 1
@@ -178,10 +214,8 @@ def test_bundle_rebuilt_meanwhile(bundle: Path, builds: Any) -> None:
     def rebuild() -> None:
         manifest = read_manifest(bundle)
         record = dataclasses.replace(manifest.graphs["target"], inputs=manifest.graphs["target"].inputs[:-1])
-        write_manifest(
-            bundle,
-            dataclasses.replace(manifest, graphs={**manifest.graphs, "target": record}, decomposed={}),
-        )
+        changed = {"graphs": {**manifest.graphs, "target": record}, "cycle": {"accept": manifest.cycle["accept"]}}
+        write_manifest(bundle, dataclasses.replace(manifest, **changed, decomposed={}))
 
     builds.before = rebuild
     with pytest.raises(BundleError, match="was built again while its engines were compiled"):
@@ -189,7 +223,7 @@ def test_bundle_rebuilt_meanwhile(bundle: Path, builds: Any) -> None:
 
 
 def test_jobs_run_side_by_side(bundle: Path, builds: Any) -> None:
-    assert len(compiled(bundle, num_jobs=3).manifest.engines) == 3
+    assert len(compiled(bundle, num_jobs=3).manifest.engines) == 4
 
 
 def test_memory_is_estimated_first(bundle: Path, builds: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,6 +32,7 @@ MATRIX = [
 
 
 def build(library: Library, bundle: Path, tmp_path: Path, role: str, **options: object) -> BuildResult:
+    options["layout"] = names.LAYOUT_FUSED if role == names.STEP else names.LAYOUT_SPLIT
     asked = CompileOptions(backend="tensorrt-rtx", roles=(role,), **options)  # type: ignore[arg-type]
     plan = planning.plan_bundle(bundle, read_manifest(bundle), asked, None)
     work = tmp_path / role
@@ -40,7 +41,7 @@ def build(library: Library, bundle: Path, tmp_path: Path, role: str, **options: 
     if plan.sm in ONE_PROFILE:
         job = dataclasses.replace(job, profiles=dict([list(job.profiles.items())[-1]]))
     result = engine_from_onnx(library, job, lambda *_: None)
-    assert (work / "plan").stat().st_size == result.num_bytes > 100_000
+    assert (work / "plan").stat().st_size == result.num_bytes > (10_000 if role == names.ACCEPT else 100_000)
     return result
 
 
@@ -55,11 +56,24 @@ def test_every_graph_builds(precision: str, sm: int, quantized_bundle: Path, rtx
         assert bool(result.adjusted) == (sm == 75 and role == names.DRAFTER), result.adjusted
 
 
+@pytest.mark.parametrize(("precision", "sm"), [(p, sm) for p in ("fp16", "int8", "fp8") for sm in (89, 120)])
+def test_the_step_builds(precision: str, sm: int, quantized_bundle: Path, rtx: Library, tmp_path: Path) -> None:
+    result = build(rtx, quantized_bundle, tmp_path, names.STEP, platform=OF_SM[sm], max_batch=2, precision=precision)
+    assert result.flops[precision] / sum(result.flops.values()) > 0.8, result.flops  # the refiner stays in fp16
+    assert result.attention and result.unfused_attention == 0 and not result.adjusted
+
+
+@pytest.mark.parametrize("sm", [89, 120])
+def test_what_a_cycle_commits_builds(sm: int, half_bundle: Path, rtx: Library, tmp_path: Path) -> None:
+    result = build(rtx, half_bundle, tmp_path, names.ACCEPT, platform=OF_SM[sm], max_batch=2)
+    assert not result.matmuls and not result.warnings
+
+
 @pytest.mark.parametrize("sm", [89])
-def test_decomposed_graphs_build(sm: int, half_bundle: Path, rtx: Library, tmp_path: Path) -> None:
-    for role in (names.TARGET, names.DRAFTER):
-        result = build(rtx, half_bundle, tmp_path, role, platform=OF_SM[sm], lowering="decomposed")
-        assert result.attention == 0 and result.flops["fp16"] > 0
+def test_decomposed_graphs_build(sm: int, quantized_bundle: Path, rtx: Library, tmp_path: Path) -> None:
+    for role in (names.TARGET, names.DRAFTER, names.ACCEPT, names.STEP):
+        result = build(rtx, quantized_bundle, tmp_path, role, platform=OF_SM[sm], lowering="decomposed")
+        assert result.attention == 0 and (role == names.ACCEPT or result.flops["fp16"] > 0)
 
 
 def test_decomposed_int8_graphs_build(quantized_bundle: Path, rtx: Library, tmp_path: Path) -> None:
@@ -91,7 +105,7 @@ def test_the_table_is_right_about_fp8(
     sm: int, platform: str, quantized_bundle: Path, rtx: Library, tmp_path: Path
 ) -> None:
     """The builder itself refuses what the table refuses."""
-    asked = CompileOptions(platform=platform, precision="fp8", roles=("drafter",))
+    asked = CompileOptions(platform=platform, precision="fp8", layout="split", roles=("drafter",))
     plan = planning.plan_bundle(quantized_bundle, read_manifest(quantized_bundle), asked, None)
     job = dataclasses.replace(plan.job(plan.engines[0], tmp_path, tmp_path / "plan"), sm=sm)
     with pytest.raises(EngineBuildError, match="HW-specific datatypes: fp8"):
