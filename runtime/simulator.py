@@ -174,11 +174,13 @@ class SimulatedStream(Stream):
         assert (to.shape, to.dtype) == (source.shape, source.dtype), (
             f"{source.name} into {to.name}: other shape or dtype"
         )
-        if (found := self._device.overlap(to, source)) is not None:
-            self._device.report(
-                f"copy {label!r} on stream {self.name} overlaps itself in bytes {found[0]} to {found[1]} of {to.name!r}"
-            )
-        self._enqueue(_Work(f"copy {label!r}", (source,), (to,)))
+        with self._device.lock:
+            if (found := self._device.overlap(to, source)) is not None:
+                self._device.report(
+                    f"copy {label!r} on stream {self.name} overlaps itself in bytes {found[0]} to {found[1]} "
+                    f"of {to.name!r}"
+                )
+            self._enqueue(_Work(f"copy {label!r}", (source,), (to,)))
 
     def record(self, event: Event) -> None:
         assert isinstance(event, SimulatedEvent)
