@@ -11,6 +11,7 @@
     │   ├── QueueFullError         as many requests wait as the runtime was opened for; try again later
     │   └── ClosedError            the runtime was closed, before or while the request ran
     ├── EngineError                an engine call failed while generating
+    │   └── DeviceLostError        the GPU failed so that this process cannot use it any more
     ├── EngineBuildError           TensorRT could not build an engine, or built another one than was asked
     ├── PlanMismatchError          an engine plan is for another TensorRT, GPU or driver than this
     └── MissingDependencyError     an optional package is not installed
@@ -70,6 +71,10 @@ class ClosedError(RequestError):
 
 class EngineError(XpressExportError):
     """An engine call failed during generation."""
+
+
+class DeviceLostError(EngineError):
+    """The GPU is in a state that only a new process gets out of; nothing else can run on it here."""
 
 
 class MissingDependencyError(XpressExportError):
