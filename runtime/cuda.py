@@ -13,6 +13,7 @@ DeviceLostError, and so does every call after it.
 from __future__ import annotations
 
 import ctypes
+import importlib
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -48,7 +49,7 @@ class CudaMemory(Memory):
         self._array: Array | None = None
         if on_host:
             raw = (ctypes.c_uint8 * max(1, num_bytes)).from_address(self.address)
-            self._array = np.frombuffer(raw, np.uint8)
+            self._array = np.ctypeslib.as_array(raw)
             self._array[:] = 0
 
     def _view(self, buffer: Buffer) -> Array:
@@ -102,7 +103,7 @@ class Cuda:
         return self._lost is not None
 
     def raise_if_lost(self, what: str) -> None:
-        """After a library on top of CUDA failed: raises DeviceLostError if CUDA did too. Clears other errors of CUDA."""
+        """After a library on top of CUDA failed: DeviceLostError if CUDA did too. Clears other errors of CUDA."""
         (status,) = self.status_of("cudaGetLastError")
         if int(status):
             error = self._error("cudaGetLastError", status, what)
@@ -152,8 +153,10 @@ class Cuda:
         return int(free), int(total)
 
     def copy(self, to: Buffer, source: Buffer, stream: Any, label: str) -> None:
-        """Enqueue a copy: one call where both sides are two-dimensional at most, once axes that lie together are one."""
-        assert (to.shape, to.dtype) == (source.shape, source.dtype), f"{source.name} into {to.name}: other shape or dtype"
+        """Enqueue a copy, in one call where both sides have two dimensions at most."""
+        assert (to.shape, to.dtype) == (source.shape, source.dtype), (
+            f"{source.name} into {to.name}: other shape or dtype"
+        )
         width, axes = merge_axes(to, source)
         if not width:
             return
@@ -225,7 +228,10 @@ class Cuda:
 
 
 def merge_axes(to: Buffer, source: Buffer) -> tuple[int, list[tuple[int, int, int]]]:
-    """How two buffers of one shape lie: contiguous bytes, and the (size, stride, stride) of axes over them, inner first."""
+    """How two buffers of one shape lie: contiguous bytes, and the (size, stride, stride) of the axes over them.
+
+    Axes that lie together in both are one; the inner comes first.
+    """
     width, axes = to.dtype.itemsize, list[tuple[int, int, int]]()
     for n, one, other in zip(reversed(to.shape), reversed(to.strides), reversed(source.strides), strict=True):
         if n == 1:
@@ -243,7 +249,6 @@ def merge_axes(to: Buffer, source: Buffer) -> tuple[int, list[tuple[int, int, in
 
 def _api() -> Any:
     try:
-        from cuda.bindings import runtime
+        return importlib.import_module("cuda.bindings.runtime")
     except ImportError as err:
         raise MissingDependencyError("cuda-bindings", "run on a GPU", "cuda") from err
-    return runtime
