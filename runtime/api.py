@@ -111,9 +111,9 @@ class Runtime:
         "tensorrt-rtx". layout: "split" or "fused", None: as the bundle was built.
         precision: one, or one for each of some models ({"target": "int8"}); None: what the bundle was built to run
         in. A model without a variant in a single precision runs in the bundle's own.
-        num_threads: of the CPU backend, None: one per core. max_draft_tokens: of a block where the device decides
-        (GPU, fused): all its blocks are that long; None: the drafter's own. on_verify: called with the number of bytes
-        checked since the last call. The others are the class's.
+        num_threads: of the CPU backend, None: one per core. max_draft_tokens: most that a cycle drafts, and where the
+        device decides (GPU, fused) what every cycle drafts; None: all of the drafter's block. on_verify: called with
+        the number of bytes checked since the last call. The others are the class's.
         Raises BundleError if anything differs from the manifest, naming it; EngineError for a device that is not there.
         """
         limits = {"num_slots": num_slots, "prefill_chunk": prefill_chunk}
@@ -126,6 +126,7 @@ class Runtime:
         layout = manifest.layout if layout is None else layout
         if layout not in names.LAYOUTS:
             raise RequestError(f"layout should be {' or '.join(names.LAYOUTS)}, got {layout!r}", "layout")
+        max_drafts = _max_drafts(manifest, max_draft_tokens)
         precisions = devices.role_precisions(manifest, precision, layout)
         if isinstance(device, Device):
             choice = devices.Choice(None if device.name == devices.CPU else 0, device.backend, "it was handed over")
@@ -140,13 +141,12 @@ class Runtime:
             if device in {devices.AUTO, devices.CPU} and choice.index is None and layout == names.LAYOUT_SPLIT:
                 loading = {role: pool.submit(Graph, files[role], role, num_threads) for role in manifest.roles}
                 graphs = {role: graph.result() for role, graph in loading.items()}
-                decoder = host_decoder(folder, manifest, graphs, **limits)
+                decoder = host_decoder(folder, manifest, graphs, max_drafts=max_drafts, **limits)
             else:
                 opened = device if isinstance(device, Device) else devices.open_device(choice, num_threads)
                 loaded = {role: pool.submit(opened.load, path, role) for role, path in files.items()}
                 programs = {role: program.result() for role, program in loaded.items()}
-                shape = _shape(manifest, max_draft_tokens, **limits)
-                decoder = ResidentDecoder(opened, programs, shape)
+                decoder = ResidentDecoder(opened, programs, _shape(manifest, max_drafts, **limits))
         intact.result()
         return cls(
             manifest,
@@ -281,8 +281,8 @@ class Runtime:
             return
         if params.temperature > 0 and params.draft_sampling == "sampled":
             raise RequestError(
-                f"draft_sampling 'sampled' draws drafts on the host, and on {self.device} with layout {self.layout} they "
-                f"stay on the device; use 'greedy', which is lossless too",
+                f"draft_sampling 'sampled' draws drafts on the host, and on {self.device} with layout {self.layout} "
+                f"they stay on the device; use 'greedy', which is lossless too",
                 "draft_sampling",
             )
         if self.layout == names.LAYOUT_SPLIT:
@@ -358,6 +358,7 @@ def host_decoder(
     manifest: Manifest,
     graphs: Mapping[str, Graph],
     *,
+    max_drafts: int | None = None,
     num_slots: int = NUM_SLOTS,
     prefill_chunk: int = PREFILL_CHUNK,
 ) -> Decoder:
@@ -366,23 +367,29 @@ def host_decoder(
     block = Block(draft.block_size, draft.first_slot, draft.mask_token_id) if draft else None
     most_rows = max(prefill_chunk, 1 + (block.num_draft_tokens if block else 0))
     memory = Slots(graphs, _cache_dtype(manifest), num_slots, manifest.max_context, most_rows, block)
+    memory.max_drafts = _max_drafts(manifest, max_drafts)
     draft_ids = read_draft_ids(folder, manifest)
     if draft_ids is None:
         draft_ids = np.arange(manifest.target.vocab_size)
     return Decoder(memory, block.first_slot if block else 0, draft_ids)
 
 
-def _shape(manifest: Manifest, max_draft_tokens: int | None, *, num_slots: int, prefill_chunk: int) -> Shape:
+def _max_drafts(manifest: Manifest, asked: int | None) -> int:
+    """Draft tokens of a cycle at most: `asked`, or all that the drafter's block yields."""
+    most = manifest.draft.num_draft_tokens if manifest.draft else 0
+    if asked is None or (manifest.draft is None and asked >= 0):
+        return most
+    if not 1 <= asked <= most:
+        raise RequestError(f"max_draft_tokens is {asked}; the drafter's block yields 1 to {most}", "max_draft_tokens")
+    return asked
+
+
+def _shape(manifest: Manifest, max_drafts: int, *, num_slots: int, prefill_chunk: int) -> Shape:
     """Sizes of a loop in which the device decides."""
     draft = manifest.draft
-    most = draft.num_draft_tokens if draft else 0
-    if max_draft_tokens is not None and draft is not None and not 1 <= max_draft_tokens <= most:
-        raise RequestError(
-            f"max_draft_tokens is {max_draft_tokens}; the drafter's block yields 1 to {most}", "max_draft_tokens"
-        )
     return Shape(
         num_slots=num_slots,
-        num_drafts=most if max_draft_tokens is None else min(most, max_draft_tokens),
+        num_drafts=max_drafts,
         first_slot=draft.first_slot if draft else 0,
         mask_token_id=draft.mask_token_id if draft else 0,
         max_context=manifest.max_context,

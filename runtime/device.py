@@ -222,5 +222,6 @@ class Device(ABC):
         """Milliseconds by label since the last call; nothing where work takes its time out of the host's sight."""
         return {}
 
+    @abstractmethod
     def close(self) -> None:
-        """Give everything back."""
+        """Give everything back; nothing may be under way."""

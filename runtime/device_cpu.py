@@ -136,3 +136,6 @@ class CpuDevice(Device):
     def take_spent(self) -> dict[str, float]:
         spent, self._spent_ms = self._spent_ms, {}
         return spent
+
+    def close(self) -> None:
+        pass  # memory goes with the buffers

@@ -20,7 +20,7 @@ from xpress_export.errors import BundleError, EngineError, MissingDependencyErro
 from xpress_export.gpu import Gpu, find_gpu
 from xpress_export.manifest import EngineRecord, Manifest
 from xpress_export.platforms import ONNX_RUNTIME, TENSORRT, TENSORRT_RTX
-from xpress_export.precision import Precision, choose_precisions
+from xpress_export.precision import Precision, choose_precisions, step_precision
 from xpress_export.runtime.device import Device
 from xpress_export.runtime.device_cpu import CpuDevice
 
@@ -45,7 +45,7 @@ class Choice:
 
 
 def choose(manifest: Manifest, device: str, backend: str, precisions: Mapping[str, str], layout: str) -> Choice:
-    """Decide; RequestError for names that mean nothing, EngineError for what this machine cannot do, with the way out."""
+    """Decide. Raises RequestError for a name that means nothing, EngineError for what this machine cannot do."""
     if backend not in (AUTO, *BACKENDS):
         raise RequestError(f"backend should be {', '.join((AUTO, *BACKENDS))}, got {backend!r}", "backend")
     if device == CPU:
@@ -140,18 +140,11 @@ def find_engines(
 
 
 def role_precisions(manifest: Manifest, asked: Precision, layout: str) -> dict[str, str]:
-    """The precision of each graph of a layout. A step has one for all of its models."""
+    """The precision of each graph of a layout; BundleError for one that the bundle has not."""
     chosen = choose_precisions(manifest, asked)
-    if layout == names.LAYOUT_SPLIT:
-        return {**chosen, names.ACCEPT: manifest.precision}
-    has = manifest.precisions(names.STEP)
-    wanted = asked if isinstance(asked, str) else (manifest.run_precision or manifest.precision)
-    if not isinstance(asked, str | None) or wanted not in has:
-        raise BundleError(
-            f"the fused layout runs all models in one precision, of {', '.join(has)}, got {asked!r}; quantize the "
-            f"bundle for another, or open it with layout split"
-        )
-    return {names.STEP: wanted}
+    if layout == names.LAYOUT_FUSED:
+        return {names.STEP: step_precision(manifest, chosen)}
+    return {**chosen, names.ACCEPT: manifest.precision}
 
 
 def files(

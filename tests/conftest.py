@@ -4,6 +4,7 @@
     tiny_trio         session   Qwen3 target, drafter, xPress and Markov refiners on disk; transformers' model
     stories           session   token sequences that transformers' greedy `generate` wrote, near-ties excluded
     tiny_bundle       session   the trio exported: the only place where three graphs are traced and checked
+    tiny_fused_bundle session   the same with the graph of a whole cycle
     scripted_bundle   session   factory: a copy of it that drafts what a table says, other settings as asked
     trio_maker        session   writes other tiny trios
     re_export         test      `export`, which traces each graph once per session
@@ -331,6 +332,16 @@ def tiny_bundle(tiny_trio: Trio, trace_once: TraceOnce, tmp_path_factory: pytest
     with pytest.MonkeyPatch.context() as patch:
         trace_once.install(patch)
         export(tiny_trio.options(), out)
+    return out
+
+
+@pytest.fixture(scope="session")
+def tiny_fused_bundle(tiny_trio: Trio, trace_once: TraceOnce, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same in the fused layout."""
+    out = tmp_path_factory.mktemp("bundles") / "fused"
+    with pytest.MonkeyPatch.context() as patch:
+        trace_once.install(patch)
+        export(tiny_trio.options(layout=names.LAYOUT_FUSED), out)
     return out
 
 
