@@ -40,6 +40,7 @@ from xpress_export.runtime.slots import Block, Slots
 from xpress_export.runtime.speculation import Choice, Speculation
 from xpress_export.runtime.stats import RuntimeStats, Stats
 from xpress_export.runtime.text import TextCodec, TextStream
+from xpress_export.runtime.trace import Tracer
 
 PREFILL_CHUNK = 128
 NUM_SLOTS = 8
@@ -76,10 +77,11 @@ class Runtime:
         self._max_drafts = decoder.memory.max_drafts
         self._kv_budget = _memory_bytes() // 2 if kv_budget_bytes is None else kv_budget_bytes
         draft = manifest.draft
-        adapts = draft is not None and self._host_decides
         self._scheduler = Scheduler(
             decoder,
-            Speculation(Choice(self._max_drafts, draft.refine_passes), draft.first_slot) if draft and adapts else None,
+            Speculation(Choice(self._max_drafts, draft.refine_passes), draft.first_slot)
+            if draft and self.adapts
+            else None,
             num_slots=num_slots,
             max_queue=max_queue,
             kv_budget_bytes=self._kv_budget,
@@ -171,6 +173,11 @@ class Runtime:
         return found if self.layout == names.LAYOUT_SPLIT else (found[0], found[-1])
 
     @property
+    def adapts(self) -> bool:
+        """Whether a request that names no mode drafts as much as is measured to be fastest."""
+        return self._host_decides and len(self.modes) > 1
+
+    @property
     def closed(self) -> bool:
         return not self._close.alive
 
@@ -178,6 +185,10 @@ class Runtime:
     def stats(self) -> RuntimeStats:
         """What the runtime is doing, and what it did since it was opened: a snapshot."""
         return self._scheduler.stats()
+
+    def trace(self, tracer: Tracer | None) -> None:
+        """Note what runs, and where and when, in `tracer` from now on; None: no longer."""
+        self._scheduler.trace(tracer)
 
     def encode(self, prompt: str | Messages | Sequence[int], **template_args: Any) -> list[int]:
         """Token ids of a prompt: text is one user message where the model has a chat template, else raw.

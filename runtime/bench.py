@@ -36,6 +36,7 @@ from xpress_export.precision import Precision
 from xpress_export.progress import Progress, Silent
 from xpress_export.runtime.api import Runtime
 from xpress_export.runtime.params import SamplingParams
+from xpress_export.runtime.trace import Tracer
 
 ADAPTIVE = "adaptive"
 STAGES = ("draft", "refine", "verify", "host")
@@ -71,6 +72,10 @@ class BenchOptions:
     ignore_eos: bool = False
     precision: Precision = None
     num_threads: int | None = None
+    device: str = "auto"
+    backend: str = "auto"
+    layout: str | None = None
+    max_draft_tokens: int | None = None
 
     def __post_init__(self) -> None:
         if not self.concurrency or min(self.concurrency) < 1:
@@ -157,8 +162,13 @@ class BenchReport:
         return asdict(self)
 
 
-def bench(folder: Path, options: BenchOptions, progress: Progress | None = None) -> BenchReport:
-    """Open a bundle and measure it. Raises RequestError for a mode that it lacks."""
+def bench(
+    folder: Path, options: BenchOptions, progress: Progress | None = None, tracer: Tracer | None = None
+) -> BenchReport:
+    """Open a bundle and measure it. Raises RequestError for a mode that it lacks.
+
+    tracer: gets a timeline of one more run of every cell, after the measurement, which it would slow down.
+    """
     progress = progress or Silent()
     slots = max(options.concurrency)
     with progress.step("Importing the runtime in new processes", expected_s=2):
@@ -177,6 +187,8 @@ def bench(folder: Path, options: BenchOptions, progress: Progress | None = None)
             for key in _order(list(cells), options.rounds):
                 cells[key].append(run_cell(runtime, *key, jobs, options.max_new_tokens, options.ignore_eos))
                 advance(1)
+        if tracer is not None:
+            _trace(runtime, list(cells), jobs, options, tracer)
     every = [cell.outputs for found in cells.values() for cell in found]
     return BenchReport(
         startup=Startup(import_s, read_s, open_s),
@@ -186,6 +198,18 @@ def bench(folder: Path, options: BenchOptions, progress: Progress | None = None)
         same_tokens=all(outputs == every[0] for outputs in every),
         peak_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     )
+
+
+def _trace(
+    runtime: Runtime, cells: Sequence[tuple[str, int]], jobs: Sequence[str], options: BenchOptions, tracer: Tracer
+) -> None:
+    """One run of every cell on the timeline, each under a span of its own."""
+    runtime.trace(tracer)
+    for mode, concurrency in cells:
+        start = time.perf_counter()
+        run_cell(runtime, mode, concurrency, jobs[:concurrency], options.max_new_tokens, options.ignore_eos)
+        tracer.add("cells", f"{mode}, {concurrency} clients", start, time.perf_counter())
+    runtime.trace(None)
 
 
 def run_cell(
@@ -245,6 +269,10 @@ def _open(folder: Path, num_slots: int, options: BenchOptions) -> tuple[Runtime,
         precision=options.precision,
         num_slots=num_slots,
         num_threads=options.num_threads,
+        device=options.device,
+        backend=options.backend,
+        layout=options.layout,
+        max_draft_tokens=options.max_draft_tokens,
         on_verify=note,
     )
     return runtime, read - started, time.perf_counter() - read
@@ -260,7 +288,7 @@ def _import_s() -> float:
 
 def _modes(runtime: Runtime, asked: Sequence[str] | None) -> list[str]:
     """Plain decoding first, then what was asked for, each once."""
-    has = [*runtime.modes, *([ADAPTIVE] if len(runtime.modes) > 1 else [])]
+    has = [*runtime.modes, *([ADAPTIVE] if runtime.adapts else [])]
     wanted = has if asked is None else list(asked)
     for mode in wanted:
         if mode not in has:

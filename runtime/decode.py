@@ -17,6 +17,7 @@ from xpress_export.runtime.device import Array
 from xpress_export.runtime.sampling import Distribution, Sampler
 from xpress_export.runtime.slots import Slots
 from xpress_export.runtime.stats import Stats
+from xpress_export.runtime.trace import Tracer
 
 _MANY_WAITING = 16  # rows; more than these are taken into the drafter's context alone, not padded over the batch
 
@@ -51,12 +52,13 @@ class Drafts:
 
 @dataclass
 class Times:
-    """Milliseconds inside engine calls since the last `clear`."""
+    """Milliseconds inside engine calls since the last `clear`. tracer: where each of them is noted too."""
 
     prefill_ms: float = 0.0
     draft_ms: float = 0.0
     refine_ms: float = 0.0
     verify_ms: float = 0.0
+    tracer: Tracer | None = None
 
     def clear(self) -> None:
         self.prefill_ms = self.draft_ms = self.refine_ms = self.verify_ms = 0.0
@@ -66,7 +68,10 @@ class Times:
         """Add the time of the block to the field `name`."""
         start = time.perf_counter()
         yield
-        setattr(self, name, getattr(self, name) + 1e3 * (time.perf_counter() - start))
+        end = time.perf_counter()
+        setattr(self, name, getattr(self, name) + 1e3 * (end - start))
+        if self.tracer is not None:
+            self.tracer.add("engines", name.removesuffix("_ms"), start, end)
 
 
 class Decoder:
@@ -142,6 +147,10 @@ class Decoder:
         with self.times.timed("verify_ms"):
             self._target.run(0, ids)
         return [self._accept(slot, drafts) for slot in slots]
+
+    def trace(self, tracer: Tracer | None) -> None:
+        """Note every engine call from now on, or no longer."""
+        self.times.tracer = tracer
 
     def recover(self) -> None:
         """After a failed call; nothing outlives a call here."""

@@ -29,6 +29,8 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from xpress_export.runtime.trace import Tracer
+
 Array = NDArray[Any]
 DTYPES: Mapping[str, type] = {"float32": np.float32, "float16": np.float16, "int64": np.int64}
 
@@ -189,10 +191,11 @@ class Stream(ABC):
 
 
 class Device(ABC):
-    """Where graphs run. name: as `Runtime.open` takes it. backend: what runs them."""
+    """Where graphs run. name: as `Runtime.open` takes it. backend: what runs them. tracer: where work is noted."""
 
     name: str
     backend: str
+    tracer: Tracer | None = None
 
     @abstractmethod
     def load(self, path: Path, role: str) -> Program:

@@ -86,10 +86,12 @@ class CpuStream(Stream):
         assert isinstance(bound, CpuBound)
         start = time.perf_counter()
         bound.run()
-        self._device.spent(label, start)
+        self._device.spent(self.name, label, start)
 
     def copy(self, to: Buffer, source: Buffer, label: str) -> None:
+        start = time.perf_counter()
         array_of(to)[...] = array_of(source)
+        self._device.spent(self.name, label, start)
 
     def record(self, event: Event) -> None:
         pass
@@ -129,9 +131,12 @@ class CpuDevice(Device):
     def synchronize(self) -> None:
         pass
 
-    def spent(self, label: str, start: float) -> None:
+    def spent(self, stream: str, label: str, start: float) -> None:
         """Count the time since `start` for a label."""
-        self._spent_ms[label] = self._spent_ms.get(label, 0.0) + 1e3 * (time.perf_counter() - start)
+        end = time.perf_counter()
+        self._spent_ms[label] = self._spent_ms.get(label, 0.0) + 1e3 * (end - start)
+        if self.tracer is not None:
+            self.tracer.add(stream, label, start, end)
 
     def take_spent(self) -> dict[str, float]:
         spent, self._spent_ms = self._spent_ms, {}

@@ -28,6 +28,7 @@ from xpress_export import names
 from xpress_export.runtime.decode import Slot, Times
 from xpress_export.runtime.device import Array, Bound, Buffer, Device, Event, Program
 from xpress_export.runtime.resident_memory import Report, ResidentMemory, Shape
+from xpress_export.runtime.trace import Tracer
 
 _MOST_BOUND = 64
 _TIMES = {"draft": "draft_ms", "refine": "refine_ms"}
@@ -312,6 +313,10 @@ class ResidentDecoder:
                 (after.write_index[:batch], [memory.rows(b) + count for b, count in enumerate(counts)]),
             ],
         )
+
+    def trace(self, tracer: Tracer | None) -> None:
+        """Have the device note all work from now on, or no longer."""
+        self._device.tracer = tracer
 
     def recover(self) -> None:
         """Forget the cycles under way, after one failed. Raises EngineError where the device is lost."""

@@ -26,6 +26,7 @@ from xpress_export.runtime.resident import ResidentDecoder
 from xpress_export.runtime.sampling import Sampler, TokenLogprobs
 from xpress_export.runtime.speculation import Speculation
 from xpress_export.runtime.stats import RuntimeStats
+from xpress_export.runtime.trace import HOST, Tracer
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +57,7 @@ class Scheduler:
         self._waiting: deque[Request] = deque()
         self._closing = False
         self._lost: XpressExportError | None = None
+        self._tracer: Tracer | None = None
         self._decoding: list[tuple[Request, Slot]] = []
         self._prefilling: tuple[Request, Slot] | None = None
         self._stats = RuntimeStats(num_slots=num_slots)
@@ -102,6 +104,12 @@ class Scheduler:
         elif self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
+    def trace(self, tracer: Tracer | None) -> None:
+        """Note every round and all that it runs from now on, or no longer; meant for while no request runs."""
+        with self._lock:
+            self._tracer = tracer
+            self._decoder.trace(tracer)
+
     def stats(self) -> RuntimeStats:
         """A snapshot."""
         with self._lock:
@@ -136,7 +144,10 @@ class Scheduler:
             except Exception as error:  # an engine call failed: nothing in the batch can be trusted
                 self._fail_running(_as_ours(error))
                 self._recover()
-            self._count_time(1e3 * (time.perf_counter() - started))
+            ended = time.perf_counter()
+            self._count_time(1e3 * (ended - started))
+            if self._tracer is not None:
+                self._tracer.add(HOST, "cycle", started, ended, decoding=len(self._decoding))
         end = self._lost or closed()
         self._fail_running(end)
         with self._lock:

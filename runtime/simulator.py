@@ -301,6 +301,11 @@ class SimulatedDevice(Device):
                 )
             self._is_closed = True
 
+    @property
+    def num_done(self) -> int:
+        """Operations that have run."""
+        return sum(self._done.values())
+
     # The host's side
 
     def host_access(self, what: str, buffer: Buffer, *, writes: bool) -> Operation:

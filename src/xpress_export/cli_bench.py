@@ -11,6 +11,7 @@ import click
 from rich.table import Table
 
 from xpress_export import console as ui
+from xpress_export.cli_device import device_options
 from xpress_export.cli_precision import PRECISION
 from xpress_export.precision import Precision
 
@@ -49,16 +50,20 @@ class _Numbers(click.ParamType[tuple[int, ...]]):
 @click.option("--ignore-eos", is_flag=True, help="Every answer has --max-new-tokens tokens, sense or not.")
 @click.option("--rounds", type=click.IntRange(min=1), default=3, metavar="R", help="Repetitions, interleaved.")
 @PRECISION
+@device_options
 @click.option("--threads", type=click.IntRange(min=1), metavar="N", help="CPU threads.  [default: one per core]")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Also write a page with plots.")
-def bench_command(bundle: Path, as_json: bool, html: Path | None, **options: Any) -> None:
+@click.option(
+    "--trace", type=click.Path(path_type=Path), metavar="FILE", help="Also write a timeline of cycles (Chrome trace)."
+)
+def bench_command(bundle: Path, as_json: bool, html: Path | None, trace: Path | None, **options: Any) -> None:
     """Measure speed by mode and concurrency, greedy.
 
     Tokens per second, time to first token, inter-token latency, tau, the parts of a cycle, memory, and what importing
     and opening take. Modes take turns; ratios are taken within a round.
     """
-    report = _measure(bundle, **options)
+    report = _measure(bundle, trace, **options)
     facts = {"bundle": bundle.name, "executed_on": _processor(), "max_new_tokens": options["max_new_tokens"]}
     facts["rounds"] = options["rounds"]
     if html is not None:
@@ -77,6 +82,7 @@ def bench_command(bundle: Path, as_json: bool, html: Path | None, **options: Any
 
 def _measure(
     bundle: Path,
+    trace: Path | None,
     modes: str | None,
     concurrency: tuple[int, ...],
     prompts: Path | None,
@@ -86,9 +92,11 @@ def _measure(
     rounds: int,
     precision: Precision,
     threads: int | None,
+    **device: Any,
 ) -> BenchReport:
     from xpress_export.runtime.bench import PROMPTS, BenchOptions, bench
     from xpress_export.runtime.evaluate import read_prompts
+    from xpress_export.runtime.trace import Tracer
 
     options = BenchOptions(
         modes=modes.split(",") if modes else None,
@@ -100,8 +108,13 @@ def _measure(
         ignore_eos=ignore_eos,
         precision=precision,
         num_threads=threads,
+        **device,
     )
-    return bench(bundle, options, ui.ConsoleProgress(ui.make_console(stderr=True)))
+    tracer = Tracer() if trace is not None else None
+    report = bench(bundle, options, ui.ConsoleProgress(ui.make_console(stderr=True)), tracer)
+    if trace is not None and tracer is not None:
+        tracer.write(trace)
+    return report
 
 
 def _speed_table(report: BenchReport) -> Table:

@@ -13,6 +13,7 @@ import click
 from rich.table import Table
 
 from xpress_export import console as ui
+from xpress_export.cli_device import device_options
 from xpress_export.cli_precision import PRECISION
 from xpress_export.precision import Precision
 
@@ -39,6 +40,7 @@ CHECKED = "computed by checking each draft against the target's own answers; no 
 @click.option("--temperature", type=click.FloatRange(min=0), default=0.0, metavar="T", help="0: greedy.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, metavar="N", help="Of all modes, above temperature 0.")
 @PRECISION
+@device_options
 @click.option("--threads", type=click.IntRange(min=1), metavar="N", help="CPU threads.  [default: one per core]")
 @click.option("--target", metavar="T", help="Of a trio: folder, Hugging Face id or .gguf file.")
 @click.option("--drafter", metavar="D", help="Of a trio, where no folder holds its drafter and refiner.")
@@ -94,6 +96,10 @@ class _Request:
     seed: int
     precision: Precision
     threads: int | None
+    device: str
+    backend: str
+    layout: str | None
+    max_draft_tokens: int | None
     target: str | None
     drafter: str | None
     refiner: str | None
@@ -139,7 +145,15 @@ def _of_trios(trios: Sequence[Heads], request: _Request) -> list[Row]:
 def _open(bundle: Path, request: _Request) -> Runtime:
     from xpress_export.runtime import Runtime
 
-    return Runtime.open(bundle, precision=request.precision, num_threads=request.threads)
+    return Runtime.open(
+        bundle,
+        precision=request.precision,
+        num_threads=request.threads,
+        device=request.device,
+        backend=request.backend,
+        layout=request.layout,
+        max_draft_tokens=request.max_draft_tokens,
+    )
 
 
 def _of_bundles(bundles: Sequence[Path], request: _Request) -> list[Row]:

@@ -16,6 +16,7 @@ import click
 
 from xpress_export import console as ui
 from xpress_export import names
+from xpress_export.cli_device import device_options
 from xpress_export.cli_precision import PRECISION
 from xpress_export.precision import Precision
 from xpress_export.progress import Advance
@@ -122,6 +123,7 @@ def _sampling_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--stop-token-id", type=int, multiple=True, metavar="ID", help="End after this token; may be repeated.")
 @_sampling_options
 @PRECISION
+@device_options
 @click.option("--threads", type=click.IntRange(min=1), metavar="N", help="CPU threads.  [default: one per core]")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of streaming.")
 def generate_command(bundle: Path, **options: Any) -> None:
@@ -145,6 +147,10 @@ def _generate(
     logit_bias: tuple[tuple[int, float], ...],
     precision: Precision,
     threads: int | None,
+    device: str,
+    backend: str,
+    layout: str | None,
+    max_draft_tokens: int | None,
     as_json: bool,
     **given: Any,
 ) -> None:
@@ -157,7 +163,8 @@ def _generate(
         num_draft_tokens=draft_tokens, stop_token_ids=stop_token_id, logit_bias=dict(logit_bias), **given
     )
     progress = ui.ConsoleProgress(err, transient=True)
-    with _open_runtime(bundle, precision, threads, progress) as runtime:
+    where = {"device": device, "backend": backend, "layout": layout, "max_draft_tokens": max_draft_tokens}
+    with _open_runtime(bundle, progress, precision=precision, num_threads=threads, **where) as runtime:
         ids = _prompt_ids(runtime, text, chat, system)
         logger.debug("prompt token ids: %s", ids)
         generation = runtime.generate(ids, params)
@@ -170,12 +177,12 @@ def _generate(
             _report_stats(bundle, runtime, generation)
 
 
-def _open_runtime(bundle: Path, precision: Precision, threads: int | None, progress: ui.ConsoleProgress) -> Any:
+def _open_runtime(bundle: Path, progress: ui.ConsoleProgress, **options: Any) -> Any:
     from xpress_export.manifest import read_manifest
     from xpress_export.runtime import Runtime
 
     with progress.step("Opening the bundle", total=read_manifest(bundle).num_bytes) as advance:
-        return Runtime.open(bundle, precision=precision, num_threads=threads, on_verify=advance)
+        return Runtime.open(bundle, on_verify=advance, **options)
 
 
 def _after_prefill(generation: Any, progress: ui.ConsoleProgress) -> Iterator[Any]:

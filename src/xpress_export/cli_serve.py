@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from xpress_export import console as ui
+from xpress_export.cli_device import device_options
 from xpress_export.cli_precision import PRECISION
 from xpress_export.precision import Precision
 
@@ -32,6 +33,7 @@ KEY_VARIABLE = "XPRESS_EXPORT_API_KEY"
     "--kv-budget-mb", type=click.IntRange(min=1), metavar="N", help="Memory for caches.  [default: half of all]"
 )
 @PRECISION
+@device_options
 @click.option("--threads", type=click.IntRange(min=1), metavar="N", help="CPU threads.  [default: one per core]")
 @click.option(
     "--api-key",
@@ -73,6 +75,7 @@ def _serve(
     served_model_name: str | None,
     drain_seconds: float,
     max_body_kb: int,
+    **device: Any,
 ) -> None:
     from xpress_export.manifest import read_manifest
     from xpress_export.runtime import Runtime
@@ -97,6 +100,7 @@ def _serve(
                 max_queue=max_queue,
                 kv_budget_bytes=None if kv_budget_mb is None else kv_budget_mb << 20,
                 on_verify=advance,
+                **device,
             )
         with runtime:
             _warn_of_open_door(host, api_keys)
