@@ -413,7 +413,7 @@ class Accept(nn.Module):
         position = torch.arange(length, device=input_ids.device).expand(slots, -1)  # (B, S)
         predicted = next_token.gather(1, (position - 1).clamp(min=0))
         given, may = num_given.unsqueeze(1), max_accept.unsqueeze(1)
-        drafted = (position > 0) & (given > 0) & (position < given + may)
+        drafted = (given > 0) & (position < given + may)
         committed = (position < given) | (drafted & (input_ids == predicted))
         num_committed = torch.where(committed, length, position).amin(1)
         last = (num_committed - 1).clamp(min=0).unsqueeze(1)

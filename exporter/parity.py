@@ -99,6 +99,12 @@ def relative_error(got: Tensor, expected: Tensor) -> float:
     return math.inf if math.isnan(error) else error  # `max` over several calls would lose a NaN
 
 
+def is_clear(logits: Tensor, tolerance: float) -> Tensor:
+    """Which rows are no near-tie: their best two logits are ten tolerances apart, times the spread of the row."""
+    best = logits.float().topk(2, dim=-1).values
+    return (best[..., 0] - best[..., 1]) > tolerance * logits.float().std(-1) * 10
+
+
 def token_mismatch(
     calls: Sequence[tuple[Tensor, Tensor]],
     tolerance: float,
@@ -106,13 +112,11 @@ def token_mismatch(
 ) -> float:
     """Share of tokens that differ from the argmax of their logits over all `calls`, near-ties left out.
 
-    A near-tie has its best two logits closer than ten tolerances times the spread of the row; infinite if nothing
-    else was there to compare. `to_target` maps rows of a reduced draft vocabulary to the target's ids, in which the
-    tokens speak.
+    Infinite if nothing else was there to compare. `to_target` maps rows of a reduced draft vocabulary to the target's
+    ids, in which the tokens speak.
     """
     got, logits = (torch.cat([call[i].flatten(0, 1) for call in calls]) for i in range(2))
-    best = logits.float().topk(2, dim=-1).values
-    clear = (best[..., 0] - best[..., 1]) > tolerance * logits.float().std(-1) * 10
+    clear = is_clear(logits, tolerance)
     wrong = (got != to_target(logits.argmax(-1))) & clear
     return float(wrong.sum() / clear.sum()) if clear.any() else math.inf
 
@@ -229,8 +233,10 @@ def check_accept(path: Path) -> Check:
     wrong, rows, slots = 0, 0, 16
     for length in (1, 2, 9):
         for _ in range(8):
-            few = {"high": 2, "size": (slots, length), "generator": generator}  # so that they often agree
-            feeds = {name: torch.randint(**few) for name in (names.INPUT_IDS, names.NEXT_TOKEN)}
+            feeds = {
+                name: torch.randint(0, 2, (slots, length), generator=generator)  # few tokens, so that they often agree
+                for name in (names.INPUT_IDS, names.NEXT_TOKEN)
+            }
             feeds[names.NUM_GIVEN] = torch.randint(0, length + 1, (slots,), generator=generator)
             feeds[names.MAX_ACCEPT] = torch.randint(0, length + 1, (slots,), generator=generator)
             feeds[names.WRITE_INDEX] = torch.randint(0, 99, (slots,), generator=generator)

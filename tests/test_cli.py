@@ -412,6 +412,26 @@ def test_inspect(tiny_bundle: Path, call: Callable[..., Done]) -> None:
     assert "every file matches" in call("inspect", tiny_bundle, "--verify").out
 
 
+def test_a_fused_bundle_says_so(tiny_trio: Any, quick_build: None, tmp_path: Path, call: Callable[..., Done]) -> None:
+    sources = ("--target", tiny_trio.target, "--drafter", tiny_trio.drafter, "--layout", "fused", "--max-context", 600)
+    done = call("build", *sources, "--out", tmp_path / "bundle")
+    assert done.code == 0 and "target + drafter, fused layout, fp32" in done.out, done.err
+    assert "the graphs of its parts" in done.out
+    assert "is valid and was reused" in call("build", *sources, "--out", tmp_path / "bundle").out
+    shown = call("inspect", tmp_path / "bundle").out
+    for part in (
+        "fused: a cycle is one graph, in fp32",
+        "draft_past_key_0 ... draft_past_value_1 (4)",
+        "graphs/step.onnx",
+    ):
+        assert part in shown
+
+
+def test_a_fused_layout_needs_a_drafter(tmp_path: Path, call: Callable[..., Done]) -> None:
+    done = call("build", "--target", "t", "--layout", "fused", "--out", tmp_path / "bundle")
+    assert done.code == 2 and "--layout fused drafts in its step: give --drafter, or leave the layout split" in done.err
+
+
 def test_inspect_verify_names_a_damaged_file(scripted_bundle: Any, call: Callable[..., Done]) -> None:
     bundle = scripted_bundle()
     damage(bundle)

@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.console import RenderableType
 
+from xpress_export import names
 from xpress_export.console import human_bytes, table
 from xpress_export.manifest import GraphRecord, Manifest
 
@@ -17,6 +18,7 @@ def describe(manifest: Manifest) -> Iterator[RenderableType]:
     facts: list[tuple[str, object]] = [
         ("platform", m.platform),
         ("precision", f"{m.precision}, {m.lowering} lowering, opset {m.opset}"),
+        ("layout", _layout(m)),
         ("context", f"{m.max_context} tokens"),
         ("size", f"{human_bytes(m.num_bytes)} in {len(m.files)} files"),
         ("built with", ", ".join(f"{name} {version}" for name, version in m.tool.items())),
@@ -45,7 +47,7 @@ def describe(manifest: Manifest) -> Iterator[RenderableType]:
         for role, model in zip(m.roles, models, strict=True)
     ]
     yield table("Models", ("role", "parameters", "family", "sha256", "source"), rows)
-    for role, graph in m.graphs.items():
+    for role, graph in (*m.graphs.items(), *((role, m.cycle[role]) for role in names.CYCLE if role in m.cycle)):
         yield ""
         yield _graph_table(role, graph)
     yield ""
@@ -56,6 +58,12 @@ def describe(manifest: Manifest) -> Iterator[RenderableType]:
     yield ""
     files = [(f.path, human_bytes(f.num_bytes), f.sha256[:16]) for f in m.files]
     yield table("Files", ("path", "size", "sha256"), files)
+
+
+def _layout(m: Manifest) -> str:
+    if m.layout == names.LAYOUT_SPLIT:
+        return f"{m.layout}: a graph for each model"
+    return f"{m.layout}: a cycle is one graph, in {', '.join(m.precisions(names.STEP))}"
 
 
 def _variants_table(m: Manifest) -> RenderableType:
@@ -89,13 +97,14 @@ def parity_table(manifest: Manifest) -> RenderableType:
 
 
 def _graph_table(role: str, graph: GraphRecord) -> RenderableType:
-    """Bindings of one graph; the caches, two per layer and alike, take one line."""
+    """Bindings of one graph; the caches of a model, two per layer and alike, take one line."""
     rows = []
-    for direction, tensors, prefix in (("in", graph.inputs, "past_"), ("out", graph.outputs, "present_")):
-        caches = [t for t in tensors if t.name.startswith(prefix)]
-        plain = [(t.name, t) for t in tensors if not t.name.startswith(prefix)]
-        if caches:
-            plain.append((f"{prefix}key_0 ... {caches[-1].name} ({len(caches)})", caches[0]))
+    for direction, tensors, side in (("in", graph.inputs, "past_"), ("out", graph.outputs, "present_")):
+        plain = [(t.name, t) for t in tensors if side not in t.name]
+        for prefix in (side, names.of_drafter(side)):
+            caches = [t for t in tensors if t.name.startswith(prefix)]
+            if caches:
+                plain.append((f"{caches[0].name} ... {caches[-1].name} ({len(caches)})", caches[0]))
         rows += [(direction, name, t.dtype, "[" + ", ".join(map(str, t.shape)) + "]") for name, t in plain]
     return table(f"Graph {role} ({graph.file})", ("", "name", "dtype", "shape"), rows)
 

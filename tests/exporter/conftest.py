@@ -1,7 +1,20 @@
-"""Tiny seeded checkpoints in every format the readers accept, written from the formats' own descriptions."""
+"""Tiny seeded checkpoints in every format the readers accept, written from the formats' own descriptions; and bundles.
+
+    bundle       precision  target               drafter                     refiner
+    tiny         fp32       3 layers             2 layers, one slides        xPress
+    half         fp16       1 layer, tied head   1 layer                     Markov
+    anchored     fp32       3 layers             anchor-sampled, reduced     xPress
+                                                 vocabulary, rows of the
+                                                 target's head
+    dflash       fp32       3 layers             1 layer                     none
+    plain        fp32       1 layer, tied head   none                        none
+
+The same request is traced once per session (`trace_once`), so that exports that differ in weights are quick.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,10 +31,13 @@ from xpress_export.exporter.checkpoints import (
     read_drafter,
     read_target,
 )
+from xpress_export.exporter.export import ExportOptions, export
 
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 32, 48, 4, 2, 8, 64
 TARGET_LAYERS, DRAFT_LAYERS, BLOCK, MASK, TAPS = 8, 2, 4, 63, [1, 4]
 RANK, MLP, DRAFT_VOCAB = 6, 10, 16
+
+REDUCED_HEAD = 200  # rows of the anchored drafter's head
 
 Edit = Callable[[dict[str, Any]], Any]
 
@@ -218,3 +234,56 @@ def refusal() -> Iterator[Callable[..., str]]:
         return message
 
     yield call
+
+
+@pytest.fixture(scope="session")
+def recipes(tiny_trio: Any, trio_maker: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, ExportOptions]:
+    """Export options of each bundle."""
+    root = tmp_path_factory.mktemp("recipes")
+    tied = trio_maker.target(root / "tied", num_hidden_layers=1, tie_word_embeddings=True)
+    one_layer = {"layer_windows": (None,), "num_layers": 1}
+    small = trio_maker.drafter_config(decoder=one_layer, causal_layers=(False,))
+    half = dataclasses.replace(small, target_layer_ids=(0,), num_target_layers=1)
+    anchored = dataclasses.replace(small, first_slot=0, draft_vocab_size=REDUCED_HEAD)
+    rows = torch.randperm(320, generator=torch.Generator().manual_seed(0))[:REDUCED_HEAD].sort().values
+    trio_maker.drafter(root / "half", half, tied)
+    trio_maker.drafter(root / "one", small, tiny_trio.model)
+    trio_maker.drafter(root / "anchored", anchored, tiny_trio.model, d2t=rows - torch.arange(REDUCED_HEAD))
+    trio_maker.refiner(root / "xpress", "xpress", first_slot=0, draft_vocab_size=REDUCED_HEAD)
+    trio = {
+        "half": (root / "tied", root / "half", tiny_trio.markov),
+        "anchored": (tiny_trio.target, root / "anchored", root / "xpress"),
+        "dflash": (tiny_trio.target, root / "one", None),
+        "plain": (root / "tied", None, None),
+    }
+    options = {
+        name: ExportOptions(
+            target=str(target),
+            drafter=str(drafter) if drafter else None,
+            refiner=str(refiner) if refiner else None,
+            precision="fp16" if name == "half" else "fp32",
+            trained=False,
+        )
+        for name, (target, drafter, refiner) in trio.items()
+    }
+    return {"tiny": tiny_trio.options(), **options}
+
+
+@pytest.fixture(scope="session")
+def bundle_of(
+    tiny_bundle: Path, recipes: dict[str, ExportOptions], trace_once: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Path]:
+    """The bundle of a recipe in a layout, split unless asked, exported when first asked for."""
+    root, built = tmp_path_factory.mktemp("exported"), {"tiny-split": tiny_bundle}
+
+    def get(name: str, layout: str = "split", **changes: Any) -> Path:
+        key = "-".join((name, layout, *map(str, changes.values())))
+        if key not in built:
+            with pytest.MonkeyPatch.context() as patch:
+                trace_once.install(patch)
+                options = dataclasses.replace(recipes[name], layout=layout, **changes)
+                assert not export(options, root / key).reused
+            built[key] = root / key
+        return built[key]
+
+    return get

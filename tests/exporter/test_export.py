@@ -1,20 +1,7 @@
-"""The export stage: the graph contract, parity that can fail, reuse, and every shape of a trio.
-
-    bundle       precision  target               drafter                     refiner
-    tiny         fp32       3 layers             2 layers, one slides        xPress
-    half         fp16       1 layer, tied head   1 layer                     Markov
-    anchored     fp32       3 layers             anchor-sampled, reduced     xPress
-                                                 vocabulary, rows of the
-                                                 target's head
-    dflash       fp32       3 layers             1 layer                     none
-    plain        fp32       1 layer, tied head   none                        none
-
-The same request is traced once per session (`trace_once`), so that exports that differ in weights are quick.
-"""
+"""The export stage: the graph contract, parity that can fail, reuse, and every shape of a trio (see `conftest`)."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import resource
 from collections import Counter
@@ -33,7 +20,7 @@ from xpress_export import names
 from xpress_export.exporter import export as export_module
 from xpress_export.exporter import graphs, parity
 from xpress_export.exporter.checkpoints import read_drafter, read_refiner, read_target
-from xpress_export.exporter.export import ExportOptions, export, read_trio
+from xpress_export.exporter.export import ExportOptions, read_trio
 from xpress_export.manifest import Manifest, open_bundle, read_manifest
 from xpress_export.runtime import Runtime, SamplingParams
 
@@ -41,58 +28,6 @@ HALF = 3e-2
 """Relative error of a float16 graph, weights and activations rounded, against float32."""
 
 BUNDLES = ("tiny", "half", "anchored", "dflash", "plain")
-REDUCED = 200  # rows of the anchored drafter's head
-
-
-@pytest.fixture(scope="module")
-def recipes(tiny_trio: Any, trio_maker: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, ExportOptions]:
-    """Export options of each bundle."""
-    root = tmp_path_factory.mktemp("recipes")
-    tied = trio_maker.target(root / "tied", num_hidden_layers=1, tie_word_embeddings=True)
-    one_layer = {"layer_windows": (None,), "num_layers": 1}
-    small = trio_maker.drafter_config(decoder=one_layer, causal_layers=(False,))
-    half = dataclasses.replace(small, target_layer_ids=(0,), num_target_layers=1)
-    anchored = dataclasses.replace(small, first_slot=0, draft_vocab_size=REDUCED)
-    rows = torch.randperm(320, generator=torch.Generator().manual_seed(0))[:REDUCED].sort().values
-    trio_maker.drafter(root / "half", half, tied)
-    trio_maker.drafter(root / "one", small, tiny_trio.model)
-    trio_maker.drafter(root / "anchored", anchored, tiny_trio.model, d2t=rows - torch.arange(REDUCED))
-    trio_maker.refiner(root / "xpress", "xpress", first_slot=0, draft_vocab_size=REDUCED)
-    trio = {
-        "half": (root / "tied", root / "half", tiny_trio.markov),
-        "anchored": (tiny_trio.target, root / "anchored", root / "xpress"),
-        "dflash": (tiny_trio.target, root / "one", None),
-        "plain": (root / "tied", None, None),
-    }
-    options = {
-        name: ExportOptions(
-            target=str(target),
-            drafter=str(drafter) if drafter else None,
-            refiner=str(refiner) if refiner else None,
-            precision="fp16" if name == "half" else "fp32",
-            trained=False,
-        )
-        for name, (target, drafter, refiner) in trio.items()
-    }
-    return {"tiny": tiny_trio.options(), **options}
-
-
-@pytest.fixture(scope="module")
-def bundle_of(
-    tiny_bundle: Path, recipes: dict[str, ExportOptions], trace_once: Any, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str], Path]:
-    """The bundle of a recipe, exported when first asked for."""
-    root, built = tmp_path_factory.mktemp("exported"), {"tiny": tiny_bundle}
-
-    def get(name: str) -> Path:
-        if name not in built:
-            with pytest.MonkeyPatch.context() as patch:
-                trace_once.install(patch)
-                assert not export(recipes[name], root / name).reused
-            built[name] = root / name
-        return built[name]
-
-    return get
 
 
 def load_graphs(bundle: Path) -> dict[str, Any]:
@@ -326,6 +261,7 @@ def test_what_parity_is_recorded(bundle_of: Any, name: str) -> None:
     manifest = open_bundle(bundle_of(name))
     tokens, floats = "share of wrong tokens", "relative error"
     expected = [(role, measure) for role in manifest.roles for measure in (tokens, floats)]
+    expected.append(("accept", "share of wrong slots"))
     assert [(check.graph, check.measure) for check in manifest.parity] == expected
     for check in manifest.parity:
         assert check.value <= check.tolerance

@@ -59,6 +59,7 @@ CHANGES: dict[str, Callable[[Any, Path], dict[str, Any]]] = {
     "max_context": lambda trio, root: {"max_context": 100},
     "trained": lambda trio, root: {"trained": True},
     "lowering": lambda trio, root: {"lowering": "decomposed"},
+    "layout": lambda trio, root: {"layout": "fused"},
     "preset": lambda trio, root: {"preset": "smollm2-135m"},
     "target": lambda trio, root: {"target": new_checkpoint(trio.target, root)},
     "drafter": lambda trio, root: {"drafter": new_checkpoint(trio.drafter, root)},
@@ -117,6 +118,8 @@ def test_a_context_the_target_was_not_made_for_is_refused(tiny_trio: Any, tmp_pa
     [
         ({"precision": "int8"}, "precision must be one of fp32, fp16, got 'int8'"),
         ({"drafter": None}, "give the drafter too"),
+        ({"layout": "fused", "drafter": None, "refiner": None}, "a fused step drafts: give a drafter"),
+        ({"layout": "merged"}, "layout must be split or fused, got 'merged'"),
         ({"max_context": 1}, "max_context must be at least 2 tokens, got 1"),
     ],
 )
