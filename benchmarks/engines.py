@@ -51,13 +51,17 @@ def matrix(bundles: Sequence[Path], sms: Sequence[int]) -> None:
         context = min(MAX_CONTEXT, manifest.max_context)
         for precision in dict.fromkeys((manifest.precision, *(variant.precision for variant in manifest.variants))):
             roles = tuple(role for role in manifest.roles if precision in manifest.precisions(role))
+            layouts = {names.LAYOUT_SPLIT: roles}
+            if names.STEP in manifest.cycle and precision in manifest.precisions(names.STEP):
+                layouts[names.LAYOUT_FUSED] = (names.STEP,)
             for sm in sms:
                 hardware = PLATFORM_TABLE[PLATFORMS[sm]].precisions
                 if precision.removesuffix("-weight") not in hardware:
                     continue
-                options = CompileOptions(platform=PLATFORMS[sm], precision=precision, roles=roles, max_context=context)
-                for built in compile_bundle(bundle, options).engines:
-                    _print_row(precision, sm, built.report)
+                for layout, chosen in layouts.items():
+                    asked = {"precision": precision, "layout": layout, "roles": chosen, "max_context": context}
+                    for built in compile_bundle(bundle, CompileOptions(platform=PLATFORMS[sm], **asked)).engines:
+                        _print_row(precision, sm, built.report)
 
 
 def _print_row(precision: str, sm: int, report: dict[str, Any]) -> None:

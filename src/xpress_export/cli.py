@@ -229,8 +229,9 @@ def _report_bundle(folder: Path, manifest: Any, reused: bool) -> None:
 
     state = "is valid and was reused" if reused else "built"
     models = " + ".join(manifest.graphs)
-    facts = f"{models}, {manifest.layout} layout, {manifest.precision}, {ui.human_bytes(manifest.num_bytes)}"
-    out.print(f"bundle {folder} {state}: {facts}")
+    layout = f"{names.LAYOUT_FUSED} layout, " if manifest.layout == names.LAYOUT_FUSED else ""
+    size = ui.human_bytes(manifest.num_bytes)
+    out.print(f"bundle {folder} {state}: {models}, {layout}{manifest.precision}, {size}")
     if not reused:
         out.print()
         out.print(parity_table(manifest))

@@ -103,7 +103,7 @@ def compile_command(bundle: Path, as_json: bool, **options: Any) -> None:
 def _one_line(report: dict[str, Any], cached: bool) -> str:
     seconds = sum(report["seconds"].values())
     how = "from the cache" if cached else f"{seconds:.1f} s, peak {ui.human_bytes(report['peak_memory_bytes'])}"
-    shares = ", ".join(f"{share:.0%} {name}" for name, share in report["matmul_share"].items())
+    shares = ", ".join(f"{share:.0%} {name}" for name, share in report["matmul_share"].items()) or "none"
     return (
         f"  {report['role']}: {ui.human_bytes(report['plan']['num_bytes'])}, matmuls {shares}; {how}; "
         f"compiled for {report['platform']} (sm_{report['sm']}) with {report['backend']} {report['version']}"
@@ -276,7 +276,8 @@ def _engine_facts(found: Any) -> Iterator[tuple[str, object]]:
     yield "learned from", found.source
     yield "platform", f"{record.platform} (sm_{record.sm}), {record.backend} {record.version}"
     yield "graph", f"{record.precision}, {record.lowering} lowering, cache of {record.capacity} rows"
-    yield "matmuls", ", ".join(f"{share:.1%} of FLOPs in {name}" for name, share in report["matmul_share"].items())
+    shares = [f"{share:.1%} of FLOPs in {name}" for name, share in report["matmul_share"].items()]
+    yield "matmuls", ", ".join(shares) or "none"
     attention = report["attention"]
     unfused = f", {attention['allowed_unfused']} allowed to run unfused" if attention["allowed_unfused"] else ", fused"
     yield "attention", f"{attention['operators']} operators{unfused if attention['operators'] else ''}"
