@@ -191,10 +191,14 @@ class Stream(ABC):
 
 
 class Device(ABC):
-    """Where graphs run. name: as `Runtime.open` takes it. backend: what runs them. tracer: where work is noted."""
+    """Where graphs run. name: as `Runtime.open` takes it. backend: what runs them. tracer: where work is noted.
+
+    is_late: work goes on after the call that enqueued it, so that the host has something to gain from not waiting.
+    """
 
     name: str
     backend: str
+    is_late: bool = True
     tracer: Tracer | None = None
 
     @abstractmethod

@@ -103,7 +103,7 @@ class CpuStream(Stream):
 class CpuDevice(Device):
     """num_threads: of ONNX Runtime, None for one per core."""
 
-    name, backend = "cpu", "onnxruntime"
+    name, backend, is_late = "cpu", "onnxruntime", False
 
     def __init__(self, num_threads: int | None = None) -> None:
         self._num_threads = num_threads

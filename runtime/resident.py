@@ -138,7 +138,7 @@ class ResidentDecoder:
             )
         memory.reads = 1 - memory.reads
         self._pending.append(_Pending(report, tuple(slots), width))
-        committed = self._hear(slots, but=1)
+        committed = self._hear(slots, but=1 if self._device.is_late else 0)
         for slot in slots:
             slot.stats.num_refine_passes += passes
         self._count(self._device.take_spent())
