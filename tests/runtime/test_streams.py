@@ -5,14 +5,17 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from xpress_export.errors import EngineError
 from xpress_export.exporter.export import export
 from xpress_export.runtime import Generation, Runtime, SamplingParams
 from xpress_export.runtime.device import Buffer
+from xpress_export.runtime.device_cpu import CpuBound
 from xpress_export.runtime.schedules import RandomOrder
 from xpress_export.runtime.simulator import SimulatedDevice, Site
 
@@ -139,6 +142,30 @@ def test_requests_that_leave_early_disturb_nobody(
                 found = list(handle.result(PATIENCE_S).token_ids)
                 wanted = expected[job]
                 assert found == (wanted[: len(found)] if i in gone else wanted), f"order {seed}, {job}"
+    assert device.hazards == []
+
+
+def test_a_failed_graph_ends_what_ran_and_leaves_no_hazard(
+    bundles: dict[str, Path], expected: dict[Job, list[int]], stories: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It fails late: the host has enqueued the next cycle by then."""
+    device, calls, run = SimulatedDevice(), count(), CpuBound.run
+    wave = WAVES["fused"][0]
+
+    def fail_once(bound: CpuBound) -> None:
+        if next(calls) == 30:
+            raise EngineError("the graph failed")
+        run(bound)
+
+    monkeypatch.setattr(CpuBound, "run", fail_once)
+    with open_on(device, bundles["fused"], "fused") as runtime:
+        with pytest.raises(EngineError, match="the graph failed"):
+            for handle in submit(runtime, device, wave, stories[0]):
+                handle.result(PATIENCE_S)
+        for seed in range(4):
+            device.order = RandomOrder(seed)
+            handles = submit(runtime, device, wave, stories[0])
+            assert [list(handle.result(PATIENCE_S).token_ids) for handle in handles] == [expected[job] for job in wave]
     assert device.hazards == []
 
 
