@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import importlib
 import mmap
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,10 +54,16 @@ class TensorRtLoader:
         self._runtime = self.trt.Runtime(self.log)
         if host_code:
             self._runtime.engine_host_code_allowed = True
+        self.shares_scratch = hasattr(self.trt.IExecutionContext, "set_device_memory")
+        self._lock = threading.Lock()
         self._scratch_bytes = 0
         self._scratch: Buffer | None = None
 
     def __call__(self, path: Path, role: str) -> TensorRtProgram:
+        with self._lock:  # one runtime and one log for all threads that load
+            return self._load(path, role)
+
+    def _load(self, path: Path, role: str) -> TensorRtProgram:
         self.device.cuda.call("cudaFree", 0, what=f"loading {path.name}")  # this thread's GPU is the right one
         try:
             with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as plan:
@@ -219,7 +226,7 @@ class _Context:
         self._loader, self._role = loader, role
         self.holds: TensorRtBound | None = None
         trt, what = loader.trt, f"creating an execution context of the {role} engine"
-        if hasattr(trt.IExecutionContext, "set_device_memory"):
+        if loader.shares_scratch:
             scratch = loader.scratch(engine.device_memory_size_v2)
             self.trt = engine.create_execution_context(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
             if self.trt is not None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import fake_ort_cuda
@@ -24,9 +25,10 @@ from xpress_export.errors import (
     PlanMismatchError,
 )
 from xpress_export.manifest import read_manifest
-from xpress_export.runtime import Runtime, SamplingParams, devices
-from xpress_export.runtime.api import _shape
+from xpress_export.runtime import Runtime, SamplingParams, cuda, cuda_tensorrt, devices
+from xpress_export.runtime.cuda import Cuda
 from xpress_export.runtime.device_cuda import CudaDevice
+from xpress_export.runtime.memory_plan import shape_of
 from xpress_export.runtime.resident import ResidentDecoder
 from xpress_export.runtime.text import TextCodec
 
@@ -75,9 +77,7 @@ class Gpu:
             self.device = CudaDevice(0, backend, api=self.cuda, library=self.library, **options)
             files = write_plans(bundle, layout, folder, version, **plans)
         programs = {role: self.device.load(path, role) for role, path in files.items()}
-        draft = manifest.draft
-        shape = _shape(manifest, draft.num_draft_tokens if draft else 0, num_slots=SLOTS, prefill_chunk=CHUNK)
-        decoder = ResidentDecoder(self.device, programs, shape)
+        decoder = ResidentDecoder(self.device, programs, shape_of(manifest, num_slots=SLOTS, chunk=CHUNK))
         codec = TextCodec.open(bundle / manifest.text.folder)
         sizes = {"num_slots": SLOTS, "prefill_chunk": CHUNK}
         self.runtime = Runtime(manifest, codec, decoder, device="cuda:0", layout=layout, **sizes)
@@ -129,20 +129,15 @@ def test_a_request_that_the_host_chooses_for(open_gpu: OpenGpu, stories: Any, li
 
 
 def test_the_public_door_takes_the_device(tiny_fused_bundle: Path, stories: Any) -> None:
-    cuda = FakeCuda()
-    device = CudaDevice(0, "onnxruntime", api=cuda, library=fake_ort_cuda.make(cuda))
+    api = FakeCuda()
+    device = CudaDevice(0, "onnxruntime", api=api, library=fake_ort_cuda.make(api))
     with Runtime.open(tiny_fused_bundle, device=device, layout="split", num_slots=2, prefill_chunk=16) as runtime:
         result = runtime.generate(stories[1].ids[:40], params(30)).result(timeout=60)
     assert list(result.token_ids) == stories[1].expected(40, 30)
-    assert cuda.live() == {}
+    assert api.live() == {}
 
 
 # Graphs
-
-
-def cycles(gpu: Gpu) -> Any:
-    """A counter of cycles' graph launches and of runs outside graphs."""
-    return SimpleNamespace(launches=gpu.cuda.calls.count("cudaGraphLaunch"), calls=len(gpu.cuda.calls))
 
 
 def test_a_steady_cycle_is_a_launch_without_any_call_of_the_engines(open_gpu: OpenGpu, stories: Any) -> None:
@@ -235,18 +230,18 @@ def test_a_failed_capture_is_ended_and_its_error_is_the_one_that_is_told(open_gp
 
 def test_graphs_are_few_and_end_with_the_memory_they_use(open_gpu: OpenGpu) -> None:
     gpu = open_gpu()
-    device, cuda = gpu.device, gpu.cuda
+    device = gpu.device
     here, there = (device.empty(name, (4,), np.int64) for name in ("here", "there"))
     for _ in range(2):
         for key in range(40):
             device.compute.repeat(key, lambda: device.compute.copy(there, here, "copy"))
-    assert cuda.live()["graph exec"] == 40
+    assert gpu.cuda.live()["graph exec"] == 40
     for _ in range(2):
         for key in range(100, 150):
             device.compute.repeat(key, lambda: device.compute.copy(there, here, "copy"))
-    assert cuda.live()["graph exec"] == 64
+    assert gpu.cuda.live()["graph exec"] == 64
     there.memory.free()
-    assert "graph exec" not in cuda.live()
+    assert "graph exec" not in gpu.cuda.live()
     with pytest.raises(AssertionError, match="was freed"):
         device.compute.copy(here, there, "copy")
 
@@ -394,18 +389,18 @@ def test_a_shape_that_no_profile_admits(open_gpu: OpenGpu, stories: Any, plans: 
 
 
 def test_what_is_not_installed_or_not_there(tmp_path: Path, tiny_bundle: Path, monkeypatch: Any) -> None:
-    cuda = FakeCuda()
+    api = FakeCuda()
     with pytest.raises(EngineError, match=r"GPU 3: cudaErrorInvalidDevice .*fewer GPUs"):
-        CudaDevice(3, "tensorrt", api=cuda)
+        CudaDevice(3, "tensorrt", api=api)
     with pytest.raises(MissingDependencyError, match="tensorrt is needed to run TensorRT engines"):
-        CudaDevice(0, "tensorrt", api=cuda)
+        CudaDevice(0, "tensorrt", api=api)
     with pytest.raises(EngineError, match=r"has no CUDAExecutionProvider.*install onnxruntime-gpu instead"):
-        CudaDevice(0, "onnxruntime", api=cuda)
+        CudaDevice(0, "onnxruntime", api=api)
     with pytest.raises(BundleError, match=r"no CUDA kernel for TensorScatter of .*the target graph would run"):
-        device = CudaDevice(0, "onnxruntime", api=cuda, library=fake_ort_cuda.make(cuda, on_cpu=["TensorScatter"]))
+        device = CudaDevice(0, "onnxruntime", api=api, library=fake_ort_cuda.make(api, on_cpu=["TensorScatter"]))
         device.load(tiny_bundle / "graphs" / "target.onnx", "target")
-    trt = fake_trt_runtime.make(cuda, "11.4.0")
-    device = CudaDevice(0, "tensorrt", api=cuda, library=trt)
+    trt = fake_trt_runtime.make(api, "11.4.0")
+    device = CudaDevice(0, "tensorrt", api=api, library=trt)
     old = fake_trt_runtime.write_plan(tmp_path / "old.plan", Path("none"), [], {}, "10.3.0")
     with pytest.raises(PlanMismatchError, match=r"cannot load .*old.plan on cuda:0: Version tag does not match"):
         device.load(old, "target")
@@ -414,6 +409,89 @@ def test_what_is_not_installed_or_not_there(tmp_path: Path, tiny_bundle: Path, m
     monkeypatch.setitem(__import__("sys").modules, "cuda.bindings.runtime", None)
     with pytest.raises(MissingDependencyError, match="cuda-bindings"):
         CudaDevice(0, "tensorrt", library=trt)
+
+
+# What the doubles are worth
+
+SOURCES = {path.name: path.read_text() for path in (Path(__file__).parents[2] / "runtime").glob("*cuda*.py")}
+TENSORRT_SURFACE = {
+    "Runtime": ["deserialize_cuda_engine", "engine_host_code_allowed"],
+    "ICudaEngine": [
+        "num_io_tensors", "get_tensor_name", "get_tensor_mode", "get_tensor_shape", "get_tensor_dtype",
+        "get_tensor_location", "get_tensor_profile_shape", "num_optimization_profiles", "device_memory_size_v2",
+        "create_execution_context",
+    ],
+    "IExecutionContext": [
+        "set_optimization_profile_async", "set_input_shape", "set_tensor_address", "set_device_memory",
+        "infer_shapes", "get_tensor_shape", "execute_async_v3",
+    ],
+}  # fmt: skip
+
+
+def test_every_function_of_cuda_that_is_called_exists() -> None:
+    """In the installed bindings, where there are such, and in the double."""
+    called = set(re.findall(r'"(cuda[A-Z]\w+)"', SOURCES["cuda.py"] + SOURCES["device_cuda.py"]))
+    functions = {name for name in called if "Error" not in name} | {"cudaGetLastError", "cudaGetErrorString"}
+    assert len(functions) > 25
+    for api in (pytest.importorskip("cuda.bindings.runtime"), FakeCuda()):
+        assert [name for name in sorted(functions) if not hasattr(api, name)] == []
+        assert api.cudaStreamNonBlocking == 1 and api.cudaEventDisableTiming == 2 and api.cudaEventDefault == 0
+    known = {status.name for status in pytest.importorskip("cuda.bindings.runtime").cudaError_t}
+    assert {f"cudaError{name}" for name in cuda._LOST} <= known
+
+
+def test_what_is_asked_of_tensorrt_exists_in_the_installed_one_and_is_removed_in_none() -> None:
+    trt = pytest.importorskip("tensorrt_rtx")
+    for kind, surface in TENSORRT_SURFACE.items():
+        assert [name for name in surface if not hasattr(getattr(trt, kind), name)] == []
+    used = set(re.findall(r"\b(?:trt|engine|_engine|_runtime)\.(\w+)", SOURCES["cuda_tensorrt.py"]))
+    known = {name for surface in TENSORRT_SURFACE.values() for name in surface} | set(dir(trt))
+    assert used <= known | {"trt"}
+
+
+def test_the_installed_tensorrt_tells_why_it_cannot_load_a_plan(tmp_path: Path) -> None:
+    """The real library reads the file and logs through the logger; there is no GPU for more."""
+    pytest.importorskip("tensorrt_rtx")
+    device = CudaDevice(0, "tensorrt-rtx", api=FakeCuda())
+    (tmp_path / "bad.plan").write_bytes(b"garbage" * 1000)
+    with pytest.raises((PlanMismatchError, BundleError), match=r"cannot load .*bad.plan on cuda:0: .*engine"):
+        device.load(tmp_path / "bad.plan", "target")
+
+
+MISTAKES: dict[str, tuple[Any, str, Any, str]] = {
+    "addresses that are not aligned": (cuda_tensorrt, "ALIGNMENT", 8, "is not aligned to 256 bytes"),
+    "a context that is shared with a graph": (
+        cuda_tensorrt.TensorRtBound,
+        "_context",
+        lambda self, stream, repeats: self.program.shared_context(self._profile),
+        "on a context that a CUDA graph was captured from",
+    ),
+    "a profile that is never switched": (
+        fake_trt_runtime._Context,
+        "set_optimization_profile_async",
+        lambda *args: True,
+        "a shape is set before the profile",
+    ),
+    "a status that nobody looks at": (
+        Cuda,
+        "call",
+        lambda self, name, *args, what: getattr(self.api, name)(*args)[-1],
+        "before cudaSetDevice",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_the_doubles_find_mistakes(
+    tiny_fused_bundle: Path, tmp_path: Path, stories: Any, monkeypatch: pytest.MonkeyPatch, mistake: str
+) -> None:
+    owner, name, broken, message = MISTAKES[mistake]
+    monkeypatch.setattr(owner, name, broken)
+    with pytest.raises((EngineError, AssertionError), match=message):
+        gpu = Gpu(tiny_fused_bundle, names.LAYOUT_SPLIT, tmp_path, "tensorrt 11.4")
+        running = [gpu.runtime.generate(story.ids[:30], params(40)) for story in (stories[0], stories[0])]
+        for generation in running:
+            generation.result(timeout=60)
 
 
 # Looking at it
