@@ -53,9 +53,9 @@ def _flags(job: BuildJob) -> dict[str, Any]:
 def by_hand(plan: BundlePlan, engine: EnginePlan, job: BuildJob) -> list[str]:
     """The commands that build the same engine with NVIDIA's own tool; the first writes the graph it reads."""
     graph = job.graph.name
-    write = (
-        f"xpress-export graph BUNDLE {engine.role} --lowering {plan.lowering} --capacity {plan.sizes.capacity} --out ."
-    )
+    precision = f" --precision {engine.precision}" if engine.precision != plan.base else ""
+    write = f"xpress-export graph BUNDLE {engine.role} --lowering {plan.lowering}{precision}"
+    write += f" --capacity {plan.sizes.capacity} --out ."
     return [write, tool_line(job, graph, f"{engine.name}.plan")]
 
 

@@ -33,7 +33,7 @@ def test_compile_then_inspect(bundle: Path, builds: Any, tmp_path: Path) -> None
     done = run("compile", bundle, "--platform", "l4", "--cache-dir", cache)
     assert "native graphs: tensorrt-rtx" in done.stdout and "target: " in done.stdout and "100% fp16" in done.stdout
     again = json.loads(run("compile", bundle, "--platform", "l4", "--cache-dir", cache, "--json").stdout)
-    assert [report["cached"] for report in again] == [True] * 3
+    assert [report["cached"] for report in again] == [True] * 4
     shown = run("inspect", bundle, "--engine", "target").stdout
     for text in ("no GPU here can load the plan", "l4 (sm_89)", "100.0% of FLOPs in fp16", "prefill", "S 1..64..512"):
         assert text in shown
@@ -53,8 +53,8 @@ def test_cache_commands(bundle: Path, builds: Any, tmp_path: Path) -> None:
     cache = ("--cache-dir", tmp_path / "cache")
     run("compile", bundle, "--platform", "l4", *cache)
     listed = json.loads(run("cache", "ls", "--json", *cache).stdout)
-    assert {entry["role"] for entry in listed} == {"target", "drafter", "refiner"}
-    assert "3 engines" in run("cache", "ls", *cache).stdout
+    assert {entry["role"] for entry in listed} == {"target", "drafter", "refiner", "accept"}
+    assert "4 engines" in run("cache", "ls", *cache).stdout
     assert "freed" in run("cache", "clear", *cache).stdout
     assert json.loads(run("cache", "ls", "--json", *cache).stdout) == []
 

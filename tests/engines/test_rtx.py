@@ -20,7 +20,8 @@ from xpress_export.manifest import read_manifest
 
 OF_SM = {75: "t4", 80: "a100", 86: "a10", 89: "l4", 120: "rtx-5090"}
 ONE_PROFILE = (80, 86)
-"""Where only the short profile is built, to save time: their kernels are those of 89, which builds both."""
+"""Where only the short profile is built, to save time: their kernels are those of 89, which builds both. Of the step
+so are those of the quantized graphs."""
 
 MATRIX = [
     *(("fp16", sm) for sm in OF_SM),
@@ -38,7 +39,7 @@ def build(library: Library, bundle: Path, tmp_path: Path, role: str, **options: 
     work = tmp_path / role
     work.mkdir()
     job = plan.job(plan.engines[0], work, work / "plan")
-    if plan.sm in ONE_PROFILE:
+    if plan.sm in ONE_PROFILE or (role == names.STEP and plan.engines[0].precision != "fp16"):
         job = dataclasses.replace(job, profiles=dict([list(job.profiles.items())[-1]]))
     result = engine_from_onnx(library, job, lambda *_: None)
     assert (work / "plan").stat().st_size == result.num_bytes > (10_000 if role == names.ACCEPT else 100_000)
