@@ -67,11 +67,11 @@ class Site:
 
 
 class SimulatedMemory(HostMemory):
-    """Host memory that is watched. freed: what freed it, if anything did."""
+    """Host memory that is watched. number: 1, 2, ... of its device. freed: what freed it, if anything did."""
 
-    def __init__(self, device: SimulatedDevice, name: str, num_bytes: int, *, on_host: bool) -> None:
+    def __init__(self, device: SimulatedDevice, number: int, name: str, num_bytes: int, *, on_host: bool) -> None:
         super().__init__(name, num_bytes, on_host=on_host)
-        self.device, self.history = device, History()
+        self.device, self.number, self.history = device, number, History()
         self.freed: Operation | None = None
 
     def read(self, buffer: Buffer) -> Array:
@@ -150,11 +150,13 @@ class _Work:
         return self.what, *((buffer.memory, key_of(buffer)) for buffer in (*self.reads, *self.writes))
 
     def __str__(self) -> str:
-        parts = (
-            f"{', '.join(f'{b.name!r} {list(b.shape)} at {b.offset}' for b in side)}"
-            for side in (self.reads, self.writes)
-        )
-        return "{} of {} into {}".format(self.what, *parts)
+        sides = (", ".join(map(_describe, side)) for side in (self.reads, self.writes))
+        return f"{self.what} of {' into '.join(sides)}"
+
+
+def _describe(buffer: Buffer) -> str:
+    assert isinstance(buffer.memory, SimulatedMemory)
+    return f"{buffer.name!r} {list(buffer.shape)} at {buffer.offset} of allocation {buffer.memory.number}"
 
 
 class SimulatedStream(Stream):
@@ -252,7 +254,7 @@ class SimulatedDevice(Device):
         self._without, self._raises = without, raises
         self._streams: dict[str, SimulatedStream] = {}
         self._done: Clock = {}
-        self._num_host = 0
+        self._num_host = self._num_allocated = 0
         self._repeating: tuple[SimulatedStream, Hashable, list[_Work]] | None = None
         self._regions: dict[Key, Region] = {}
         self._failure: Exception | None = None
@@ -273,7 +275,9 @@ class SimulatedDevice(Device):
         with self.lock:
             self.refuse_in_repeat(f"allocation of {name!r}")
             num_bytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
-            return Buffer.whole(SimulatedMemory(self, name, num_bytes, on_host=on_host), shape, dtype)
+            self._num_allocated += 1
+            memory = SimulatedMemory(self, self._num_allocated, name, num_bytes, on_host=on_host)
+            return Buffer.whole(memory, shape, dtype)
 
     def stream(self, name: str) -> SimulatedStream:
         with self.lock:
@@ -331,7 +335,7 @@ class SimulatedDevice(Device):
 
     def leaves_out(self, call: str, stream: str, of: str) -> bool:
         """Count a call that orders work; whether it is the one to leave out."""
-        frame = sys._getframe(2)
+        frame = sys._getframe(2)  # who called the stream, the event or the device
         site = Site(call, stream, of, f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}")
         self.sites[site] += 1
         return site == self._without

@@ -322,12 +322,14 @@ class Again:
         self.device, self.stream, self.other = device, device.stream("one"), device.stream("other")
         self.event, self.given = device.event("e"), pinned(device, "given")
         self.buffers = [ints(device, name) for name in "abc"]
+        self.fresh = ints(device, "a")
         self.calls = count()
 
     def enqueue(self, wrong: str) -> None:
         a, b, c = self.buffers
         is_first = next(self.calls) == 0
-        self.stream.copy(b, a if is_first or wrong != "buffer" else c, "copy")
+        source = {"buffer": c, "memory": self.fresh}.get(wrong, a)
+        self.stream.copy(b, a if is_first else source, "copy")
         if is_first:
             return
         mistakes: dict[str, Callable[[], object]] = {
@@ -348,6 +350,10 @@ class Again:
     ("wrong", "message"),
     [
         ("buffer", r"repeat of 'again' on stream one is not what it was: its step 0 was copy 'copy' of 'a' \[4\] at 0"),
+        (
+            "memory",
+            r"its step 0 was copy 'copy' of 'a' .* of allocation 2 .* is now copy 'copy' of 'a' .* of allocation 5",
+        ),
         ("more", r"it had 1 steps and has now 2"),
         ("stream", r"copy 'copy' on stream other within repeat of 'again' on stream one"),
         ("record", r"record of event 'e' within repeat"),
