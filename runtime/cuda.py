@@ -30,7 +30,7 @@ _OUT_OF_MEMORY, _NOT_READY = "cudaErrorMemoryAllocation", "cudaErrorNotReady"
 _LOST = (
     "IllegalAddress", "LaunchFailure", "LaunchTimeout", "Assert", "HardwareStackError", "IllegalInstruction",
     "MisalignedAddress", "InvalidAddressSpace", "InvalidPc", "TensorMemoryLeak", "ECCUncorrectable",
-    "NvlinkUncorrectable", "Contained", "DevicesUnavailable", "ContextIsDestroyed", "ExternalDevice",
+    "NvlinkUncorrectable", "Contained", "ContextIsDestroyed", "ExternalDevice",
     "MpsClientTerminated", "MpsRpcFailure", "Unknown",
 )  # fmt: skip
 _HINTS = {

@@ -20,6 +20,7 @@ from __future__ import annotations
 import importlib
 import mmap
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -184,12 +185,13 @@ class TensorRtProgram(CudaProgram):
         )
 
     def staging(self, name: str, shape: Shape) -> Buffer:
-        """Aligned memory for a copy of a tensor, the same for all bounds: they run one after another."""
-        key = (name, shape)
+        """Aligned memory for a copy of a tensor [B, ...], the same for all bounds: they run one after another."""
+        key = (name, shape[1:])
         if key not in self._staging:
+            most = max(most[0] for profile in self.profiles for _, most in profile.values())
             title = f"copy of {name} for {self.role}"
-            self._staging[key] = self.loader.device.empty(title, shape, self.dtypes[name].type)
-        return self._staging[key]
+            self._staging[key] = self.loader.device.empty(title, (most, *shape[1:]), self.dtypes[name].type)
+        return self._staging[key][: shape[0]]
 
     def context(self, profile: int) -> _Context:
         """A context that nobody else uses, on the shared scratch memory, switched to a profile."""
@@ -206,7 +208,6 @@ class TensorRtProgram(CudaProgram):
 
     def give_back(self, context: _Context, profile: int) -> None:
         """Let another bound have a context; the work of both is on one stream, so that no one has to wait."""
-        context.holds = None
         self._spare.setdefault(profile, []).append(context)
 
     def close(self) -> None:
@@ -220,11 +221,11 @@ class TensorRtProgram(CudaProgram):
 
 
 class _Context:
-    """An execution context. holds: whose shapes and addresses are set."""
+    """An execution context, and whose shapes and addresses are set in it."""
 
     def __init__(self, loader: TensorRtLoader, engine: Any, role: str, profile: int) -> None:
         self._loader, self._role = loader, role
-        self.holds: TensorRtBound | None = None
+        self._holds: weakref.ref[TensorRtBound] | None = None
         trt, what = loader.trt, f"creating an execution context of the {role} engine"
         if loader.shares_scratch:
             scratch = loader.scratch(engine.device_memory_size_v2)
@@ -240,9 +241,9 @@ class _Context:
 
     def hold(self, bound: TensorRtBound) -> None:
         """Set the shapes and addresses of a bound, and see that the engine agrees about the outputs."""
-        if self.holds is bound:
+        if self._holds is not None and self._holds() is bound:
             return
-        self.holds, check = None, self._loader.checked
+        self._holds, check = None, self._loader.checked
         program = bound.program
         for name in program.inputs:
             shape = bound.shapes[name]
@@ -260,10 +261,10 @@ class _Context:
                     f"the {self._role} engine writes {name} with shape {list(shape)}, and its buffer has "
                     f"{list(bound.shapes[name])}; compile the bundle again"
                 )
-        self.holds = bound
+        self._holds = weakref.ref(bound)
 
     def close(self) -> None:
-        self.trt, self.holds = None, None
+        self.trt = None
 
 
 @dataclass(frozen=True)
@@ -279,12 +280,13 @@ class _Carried:
 class TensorRtBound(CudaBound):
     """shapes, addresses: by tensor, as the engine is given them."""
 
+    _own: _Context | None = None
+
     def __init__(self, program: TensorRtProgram, buffers: Mapping[str, Buffer], profile: int) -> None:
         self.program, self.role, self._profile = program, program.role, profile
         self.reads = tuple(buffers[name] for name in program.inputs)
         self.writes = tuple(buffers[name] for name in program.outputs)
         self.shapes = {name: buffer.shape for name, buffer in buffers.items()}
-        self._own: _Context | None = None
         self._carried = {name: carried for name in self.shapes if (carried := self._carry(name, buffers))}
         used = {**buffers, **{name: carried.copy for name, carried in self._carried.items()}}
         self.addresses = {name: address_of(buffer) for name, buffer in used.items()}

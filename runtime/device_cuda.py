@@ -103,13 +103,15 @@ class CudaStream(Stream):
         work = self._repeated.pop(key, None)
         if work is None:
             work = self._warm_up(enqueue)
-        elif work.graph is None and not work.runs_plain:
-            work = self._capture(key, work, enqueue)
         elif work.runs_plain:
             self._warm_up(enqueue)
-        else:
-            self._launch(key, work)
+        elif work.graph is None:
+            work = self._capture(key, work, enqueue)
         self._repeated[key] = work
+        if work.graph is not None:
+            with self._device.span(self, _title(key)):
+                what = f"launching the graph of {_title(key)}"
+                self._cuda.call("cudaGraphLaunch", work.graph, self.handle, what=what)
         while len(self._repeated) > _MOST_GRAPHS:  # the one not used for longest
             self._drop(next(iter(self._repeated)))
 
@@ -124,7 +126,7 @@ class CudaStream(Stream):
         return work
 
     def _capture(self, key: Hashable, work: _Repeated, enqueue: Callable[[], None]) -> _Repeated:
-        """Capture and launch, or run it as it is where that is refused."""
+        """Capture it, to be launched, or run it as it is where that is refused."""
         try:
             if why := next(filter(None, (bound.why_not_captured(self) for bound in work.bounds)), None):
                 raise EngineError(why)
@@ -143,12 +145,7 @@ class CudaStream(Stream):
             work = self._warm_up(enqueue)
             work.runs_plain = True
             return work
-        self._launch(key, captured)
         return captured
-
-    def _launch(self, key: Hashable, work: _Repeated) -> None:
-        with self._device.span(self, _title(key)):
-            self._cuda.call("cudaGraphLaunch", work.graph, self.handle, what=f"launching the graph of {_title(key)}")
 
     def forget(self, memory: Memory | None = None) -> None:
         """Drop the repeated work that uses `memory`, or all of it; none of it may be under way."""
@@ -274,7 +271,11 @@ class CudaDevice(Device):
                 yield
                 return
             start = self._mark(stream)
-            yield
+            try:
+                yield
+            except BaseException:
+                self._spare.append(start)
+                raise
             self._spans.append(_Span(label, start, self._mark(stream)))
 
     def _mark(self, stream: CudaStream) -> Any:

@@ -141,11 +141,14 @@ def plan_memory(
     roles = devices.roles_of(manifest, layout)
     graphs = {role: _graph(manifest, role, precisions[role]) for role in roles}
     engines = {} if backend == platforms.ONNX_RUNTIME else _engines(manifest, backend, precisions, layout, sm)
-    shape = shape_of(
+    shape = Shape.of(
         manifest, num_slots=num_slots, chunk=prefill_chunk, max_drafts=max_draft_tokens, max_context=max_context
     )
     loop = _loop_items(graphs, engines, shape)
-    items = [*_weights(manifest, graphs, engines, device_kind), *loop, _activations(manifest, graphs, shape)]
+    items = [*_weights(manifest, graphs, engines, device_kind), *loop, _activations(manifest, shape)]
+    if any(engine.lowering == platforms.DECOMPOSED for engine in engines.values()):  # it does not update in place
+        caches = next(item for item in loop if item.kind == "caches")
+        items.append(MemoryItem("caches", "as engines write them", caches.num_bytes, is_estimate=True))
     if device_kind == CUDA:
         items.append(MemoryItem("context", "of CUDA", _CONTEXT_BYTES, is_estimate=True))
     return MemoryPlan(
@@ -155,28 +158,6 @@ def plan_memory(
         precisions=precisions,
         shape=shape,
         items=tuple(items),
-    )
-
-
-def shape_of(
-    manifest: Manifest,
-    *,
-    num_slots: int,
-    chunk: int,
-    max_drafts: int | None = None,
-    max_context: int | None = None,
-) -> Shape:
-    """Sizes of a loop in which the device decides. max_drafts: None, all of the drafter's block."""
-    draft = manifest.draft
-    most = draft.num_draft_tokens if draft else 0
-    return Shape(
-        num_slots=num_slots,
-        num_drafts=most if max_drafts is None else min(most, max_drafts),
-        first_slot=draft.first_slot if draft else 0,
-        mask_token_id=draft.mask_token_id if draft else 0,
-        max_context=manifest.max_context if max_context is None else max_context,
-        chunk=chunk,
-        dtype=DTYPES[next(t.dtype for t in manifest.graphs[names.TARGET].inputs if t.name == names.past_key(0))],
     )
 
 
@@ -254,7 +235,7 @@ def _is_main(path: str, role: str, data: tuple[str, ...]) -> bool:
     return is_own and not any(Path(other).stem.startswith(f"{stem}.") for other in data)
 
 
-def _activations(manifest: Manifest, graphs: Mapping[str, GraphRecord], shape: Shape) -> MemoryItem:
+def _activations(manifest: Manifest, shape: Shape) -> MemoryItem:
     """Of the largest call: the scratch memory of graphs is used by one after the other."""
     rows, target = max(shape.num_slots * shape.width, shape.chunk), manifest.target
     item, vocab = np.dtype(shape.dtype).itemsize, target.vocab_size

@@ -77,10 +77,10 @@ class Gpu:
             self.device = CudaDevice(0, backend, api=self.cuda, library=self.library, **options)
             files = write_plans(bundle, layout, folder, version, **plans)
         programs = {role: self.device.load(path, role) for role, path in files.items()}
-        decoder = ResidentDecoder(self.device, programs, shape_of(manifest, num_slots=SLOTS, chunk=CHUNK))
+        self.decoder = ResidentDecoder(self.device, programs, shape_of(manifest, num_slots=SLOTS, chunk=CHUNK))
         codec = TextCodec.open(bundle / manifest.text.folder)
         sizes = {"num_slots": SLOTS, "prefill_chunk": CHUNK}
-        self.runtime = Runtime(manifest, codec, decoder, device="cuda:0", layout=layout, **sizes)
+        self.runtime = Runtime(manifest, codec, self.decoder, device="cuda:0", layout=layout, **sizes)
 
     def tokens(self, prompt: list[int], num_tokens: int, **changes: Any) -> list[int]:
         return list(self.runtime.generate(prompt, params(num_tokens, **changes)).result(timeout=60).token_ids)
@@ -244,6 +244,17 @@ def test_graphs_are_few_and_end_with_the_memory_they_use(open_gpu: OpenGpu) -> N
     assert "graph exec" not in gpu.cuda.live()
     with pytest.raises(AssertionError, match="was freed"):
         device.compute.copy(here, there, "copy")
+
+
+def test_contexts_of_bindings_that_are_gone_are_used_again(open_gpu: OpenGpu, stories: Any) -> None:
+    gpu, story = open_gpu(), stories[0]
+    gpu.tokens(story.ids[:30], 60)
+    num_contexts = len(gpu.library.contexts)
+    for _ in range(2):
+        gpu.decoder._bound.clear()
+        gpu.device.compute.forget()
+        assert gpu.tokens(story.ids[:30], 60) == story.expected(30, 60)
+    assert len(gpu.library.contexts) == num_contexts
 
 
 # Memory and copies

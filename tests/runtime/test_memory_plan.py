@@ -98,7 +98,7 @@ def test_fewer_slots_and_shorter_contexts_take_less(tiny_bundle: Path) -> None:
     assert short.of("growing") == 0 < found.of("growing")
 
 
-def engine(role: str, num_bytes: int) -> tuple[EngineRecord, FileRecord]:
+def engine(role: str, num_bytes: int, lowering: str = "native") -> tuple[EngineRecord, FileRecord]:
     record = EngineRecord(
         role=role,
         platform="jetson-orin",
@@ -107,7 +107,7 @@ def engine(role: str, num_bytes: int) -> tuple[EngineRecord, FileRecord]:
         version="10.3.0",
         driver=540,
         precision="fp32",
-        lowering="decomposed",
+        lowering=lowering,
         layout="split",
         max_context=600,
         capacity=624,
@@ -122,21 +122,29 @@ def engine(role: str, num_bytes: int) -> tuple[EngineRecord, FileRecord]:
     return record, FileRecord(path=record.file, num_bytes=num_bytes, sha256="0" * 64)
 
 
+def compiled(manifest: Manifest, lowering: str) -> Manifest:
+    """The manifest with engines, as if they were there."""
+    made = [engine(role, 1000 + i, lowering) for i, role in enumerate((*manifest.roles, names.ACCEPT))]
+    found = object.__new__(Manifest)
+    found.__dict__.update(manifest.__dict__)
+    found.__dict__["engines"] = tuple(record for record, _ in made)
+    found.__dict__["files"] = (*manifest.files, *(file for _, file in made))
+    return found
+
+
 def test_engines_have_their_own_size_and_a_fixed_cache(tiny_bundle: Path) -> None:
     manifest = read_manifest(tiny_bundle)
     options = {"device_kind": "cuda", "backend": "tensorrt"}
     with pytest.raises(BundleError, match="has no tensorrt engines of split layout; run `xpress-export compile`"):
         plan(manifest, names.LAYOUT_SPLIT, **options)
-    made = [engine(role, 1000 + i) for i, role in enumerate((*manifest.roles, names.ACCEPT))]
-    made_for = object.__new__(Manifest)
-    made_for.__dict__.update(manifest.__dict__)
-    made_for.__dict__["engines"] = tuple(record for record, _ in made)
-    made_for.__dict__["files"] = (*manifest.files, *(file for _, file in made))
+    made_for = compiled(manifest, "native")
     found = plan(made_for, names.LAYOUT_SPLIT, **options)
     assert found.of("weights") == 1000 + 1001 + 1002 + 1003
     on_cpu = plan(manifest, names.LAYOUT_SPLIT)
     assert found.of("caches") * on_cpu.shape.most_rows == on_cpu.of("caches") * 624
     assert found.of("growing") == 0
+    old = plan(compiled(manifest, "decomposed"), names.LAYOUT_SPLIT, **options)
+    assert old.of("caches") == 2 * found.of("caches")
     with pytest.raises(BundleError, match="engines for sm_89"):
         plan(made_for, names.LAYOUT_SPLIT, sm=89, **options)
 
