@@ -22,7 +22,8 @@ from xpress_export import names
 from xpress_export.calibration.runtimes import answer
 from xpress_export.manifest import Manifest
 from xpress_export.runtime import Runtime
-from xpress_export.runtime.backend import DTYPES, Graph
+from xpress_export.runtime.backend import Graph
+from xpress_export.runtime.device import DTYPES
 
 Array = NDArray[Any]
 _CHUNK = 64

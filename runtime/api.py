@@ -17,6 +17,7 @@ import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -30,11 +31,11 @@ from xpress_export.precision import Precision
 from xpress_export.runtime import devices
 from xpress_export.runtime.backend import Graph
 from xpress_export.runtime.decode import Decoder
-from xpress_export.runtime.device import DTYPES, Device
+from xpress_export.runtime.device import Device
 from xpress_export.runtime.params import SamplingParams
 from xpress_export.runtime.requests import Generation, Plan, Request, closed
 from xpress_export.runtime.resident import ResidentDecoder
-from xpress_export.runtime.resident_memory import Shape
+from xpress_export.runtime.resident_memory import Shape, cache_dtype
 from xpress_export.runtime.scheduler import ADAPTIVE, Scheduler
 from xpress_export.runtime.slots import Block, Slots
 from xpress_export.runtime.speculation import Choice, Speculation
@@ -130,36 +131,40 @@ class Runtime:
             raise RequestError(f"layout should be {' or '.join(names.LAYOUTS)}, got {layout!r}", "layout")
         max_drafts = _max_drafts(manifest, max_draft_tokens)
         precisions = devices.role_precisions(manifest, precision, layout)
-        if isinstance(device, Device):
-            choice = devices.Choice(None if device.name == devices.CPU else 0, device.backend, "it was handed over")
-        else:
-            choice = devices.choose(manifest, device, backend, precisions, layout)
+        given = device if isinstance(device, Device) else None
+        choice = devices.choose(manifest, given or device, backend, precisions, layout)
         logger.info("running on %s with %s, layout %s: %s", choice.name, choice.backend, layout, choice.why)
         files = devices.files(folder, manifest, choice, precisions, layout)
-        with ThreadPoolExecutor() as pool:  # hashing takes as long as loading; nothing of a damaged bundle is returned
+        with ExitStack() as stack:
+            pool = stack.enter_context(ThreadPoolExecutor())  # hashing takes as long as loading
             intact = pool.submit(verify_files, folder, manifest, on_verify)
             codec = pool.submit(TextCodec.open, folder / manifest.text.folder)
             decoder: Decoder | ResidentDecoder
-            if device in {devices.AUTO, devices.CPU} and choice.index is None and layout == names.LAYOUT_SPLIT:
+            if given is None and choice.index is None and layout == names.LAYOUT_SPLIT:
                 loading = {role: pool.submit(Graph, files[role], role, num_threads) for role in manifest.roles}
                 graphs = {role: graph.result() for role, graph in loading.items()}
                 decoder = host_decoder(folder, manifest, graphs, max_drafts=max_drafts, **limits)
             else:
-                opened = device if isinstance(device, Device) else devices.open_device(choice, num_threads)
+                opened = given or devices.open_device(choice, num_threads)
+                stack.callback(opened.close)
+                shape = Shape.of(manifest, num_slots=num_slots, chunk=prefill_chunk, max_drafts=max_drafts)
+                devices.require_memory(manifest, opened, choice, precision, layout, shape)
                 loaded = {role: pool.submit(opened.load, path, role) for role, path in files.items()}
-                programs = {role: program.result() for role, program in loaded.items()}
-                decoder = ResidentDecoder(opened, programs, _shape(manifest, max_drafts, **limits))
-        intact.result()
-        return cls(
-            manifest,
-            codec.result(),
-            decoder,
-            max_queue=max_queue,
-            kv_budget_bytes=kv_budget_bytes,
-            device=choice.name,
-            layout=layout,
-            **limits,
-        )
+                decoder = ResidentDecoder(opened, {role: p.result() for role, p in loaded.items()}, shape)
+            intact.result()  # nothing of a damaged bundle is returned
+            runtime = cls(
+                manifest,
+                codec.result(),
+                decoder,
+                max_queue=max_queue,
+                kv_budget_bytes=kv_budget_bytes,
+                device=choice.name,
+                layout=layout,
+                **limits,
+            )
+            stack.pop_all()  # what was opened is the runtime's now
+        pool.shutdown()
+        return runtime
 
     @property
     def modes(self) -> tuple[str, ...]:
@@ -377,7 +382,7 @@ def host_decoder(
     draft = manifest.draft
     block = Block(draft.block_size, draft.first_slot, draft.mask_token_id) if draft else None
     most_rows = max(prefill_chunk, 1 + (block.num_draft_tokens if block else 0))
-    memory = Slots(graphs, _cache_dtype(manifest), num_slots, manifest.max_context, most_rows, block)
+    memory = Slots(graphs, cache_dtype(manifest), num_slots, manifest.max_context, most_rows, block)
     memory.max_drafts = _max_drafts(manifest, max_drafts)
     draft_ids = read_draft_ids(folder, manifest)
     if draft_ids is None:
@@ -393,24 +398,6 @@ def _max_drafts(manifest: Manifest, asked: int | None) -> int:
     if not 1 <= asked <= most:
         raise RequestError(f"max_draft_tokens is {asked}; the drafter's block yields 1 to {most}", "max_draft_tokens")
     return asked
-
-
-def _shape(manifest: Manifest, max_drafts: int, *, num_slots: int, prefill_chunk: int) -> Shape:
-    """Sizes of a loop in which the device decides."""
-    draft = manifest.draft
-    return Shape(
-        num_slots=num_slots,
-        num_drafts=max_drafts,
-        first_slot=draft.first_slot if draft else 0,
-        mask_token_id=draft.mask_token_id if draft else 0,
-        max_context=manifest.max_context,
-        chunk=prefill_chunk,
-        dtype=DTYPES[_cache_dtype(manifest)],
-    )
-
-
-def _cache_dtype(manifest: Manifest) -> str:
-    return next(t.dtype for t in manifest.graphs[names.TARGET].inputs if t.name == names.past_key(0))
 
 
 def _why_plain(mode: str, params: SamplingParams) -> str:

@@ -225,6 +225,10 @@ class Device(ABC):
     def synchronize(self) -> None:
         """Return when nothing is under way on any stream of this device; for opening, growing and closing."""
 
+    def memory_info(self) -> tuple[int, int] | None:
+        """Bytes free and in all, where the device knows."""
+        return None
+
     def take_spent(self) -> dict[str, float]:
         """Milliseconds by label since the last call; nothing where work takes its time out of the host's sight."""
         return {}

@@ -18,11 +18,13 @@ from pathlib import Path
 from xpress_export import names
 from xpress_export.errors import BundleError, EngineError, MissingDependencyError, RequestError
 from xpress_export.gpu import Gpu, find_gpu
+from xpress_export.load_check import Running, check_loadable
 from xpress_export.manifest import EngineRecord, Manifest
 from xpress_export.platforms import ONNX_RUNTIME, TENSORRT, TENSORRT_RTX
 from xpress_export.precision import Precision, choose_precisions, step_precision
 from xpress_export.runtime.device import Device
 from xpress_export.runtime.device_cpu import CpuDevice
+from xpress_export.runtime.resident_memory import Shape
 
 AUTO, CPU = "auto", "cpu"
 BACKENDS = (ONNX_RUNTIME, TENSORRT, TENSORRT_RTX)
@@ -44,8 +46,16 @@ class Choice:
         return CPU if self.index is None else f"cuda:{self.index}"
 
 
-def choose(manifest: Manifest, device: str, backend: str, precisions: Mapping[str, str], layout: str) -> Choice:
-    """Decide. Raises RequestError for a name that means nothing, EngineError for what this machine cannot do."""
+def choose(
+    manifest: Manifest, device: str | Device, backend: str, precisions: Mapping[str, str], layout: str
+) -> Choice:
+    """Decide. Raises RequestError for a name that means nothing, EngineError for what this machine cannot do.
+
+    A device of the caller's own is what it says it is.
+    """
+    if isinstance(device, Device):
+        match = _CUDA.fullmatch(device.name)
+        return Choice(int(match[1] or 0) if match else None, device.backend, "it was handed over")
     if backend not in (AUTO, *BACKENDS):
         raise RequestError(f"backend should be {', '.join((AUTO, *BACKENDS))}, got {backend!r}", "backend")
     if device == CPU:
@@ -93,19 +103,19 @@ def _cannot(device: str, gpu: Gpu) -> str:
 def _backends(manifest: Manifest, gpu: Gpu, precisions: Mapping[str, str], layout: str) -> list[str]:
     """What can run the bundle on a GPU, the fastest first."""
     found = []
-    for backend, module in ((TENSORRT, "tensorrt"), (TENSORRT_RTX, "tensorrt_rtx")):
-        if _version(module) is not None and all(find_engines(manifest, backend, gpu.sm, precisions, layout).values()):
+    for backend in (TENSORRT, TENSORRT_RTX):
+        if _version(backend) is not None and all(find_engines(manifest, backend, gpu.sm, precisions, layout).values()):
             found.append(backend)
     if "CUDAExecutionProvider" in _providers():
         found.append(ONNX_RUNTIME)
     return found
 
 
-def _version(module: str) -> str | None:
+def _version(package: str) -> str | None:
     import importlib.metadata
 
     try:
-        return importlib.metadata.version(module.replace("_", "-"))
+        return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
 
@@ -167,7 +177,34 @@ def files(
             f"the bundle has no {choice.backend} engine of {' and '.join(missing)} for {choice.name}; "
             f"run `xpress-export compile {folder}` on this machine"
         )
+    version = _version(choice.backend)
+    for engine in engines.values():
+        if engine is not None and gpu is not None and version is not None:
+            check_loadable(engine, Running(choice.backend, version, gpu), folder)
     return {role: folder / engine.file for role, engine in engines.items() if engine is not None}
+
+
+def require_memory(
+    manifest: Manifest, device: Device, choice: Choice, precision: Precision, layout: str, shape: Shape
+) -> None:
+    """Refuse, with the numbers, what will not fit a device that knows how much is free. Raises EngineError."""
+    if (memory := device.memory_info()) is None:
+        return
+    from xpress_export.runtime.memory_plan import CPU as ON_CPU
+    from xpress_export.runtime.memory_plan import CUDA as ON_CUDA
+    from xpress_export.runtime.memory_plan import plan_memory, refuse_if_too_large
+
+    plan = plan_memory(
+        manifest,
+        device_kind=ON_CPU if choice.index is None else ON_CUDA,
+        backend=choice.backend,
+        precision=precision,
+        layout=layout,
+        num_slots=shape.num_slots,
+        prefill_chunk=shape.chunk,
+        max_draft_tokens=shape.num_drafts or None,
+    )
+    refuse_if_too_large(plan, memory[0])
 
 
 def open_device(choice: Choice, num_threads: int | None) -> Device:
@@ -177,5 +214,5 @@ def open_device(choice: Choice, num_threads: int | None) -> Device:
     try:
         from xpress_export.runtime.device_cuda import open_cuda
     except ImportError as err:
-        raise MissingDependencyError("cuda-bindings", "run on a GPU", "cuda") from err
+        raise MissingDependencyError("cuda-bindings", "run on a GPU", "gpu") from err
     return open_cuda(choice.index, choice.backend)

@@ -32,7 +32,7 @@ from xpress_export.manifest import Manifest
 from xpress_export.precision import Precision
 from xpress_export.records import EngineRecord, GraphRecord
 from xpress_export.runtime import devices
-from xpress_export.runtime.device import DTYPES, Array, Bound, Buffer, Device, Event, Memory, Program, Stream
+from xpress_export.runtime.device import Array, Bound, Buffer, Device, Event, Memory, Program, Stream
 from xpress_export.runtime.resident import ResidentDecoder
 from xpress_export.runtime.resident_memory import Shape
 

@@ -138,11 +138,11 @@ class ResidentDecoder:
             )
         memory.reads = 1 - memory.reads
         self._pending.append(_Pending(report, tuple(slots), width))
-        committed = self._hear(slots, but=1 if self._device.is_late else 0)
+        heard = self._hear(slots, but=1 if self._device.is_late else 0)
         for slot in slots:
             slot.stats.num_refine_passes += passes
         self._count(self._device.take_spent())
-        return committed
+        return list(heard)
 
     def _verify(self, first: int, last: int, ids: Buffer, num_given: Buffer, report: Report) -> None:
         """The target over `ids` [B, S] of some slots, and what it commits; in a fused bundle all of the cycle."""
@@ -233,7 +233,7 @@ class ResidentDecoder:
             self._copier.copy(self._host_logits[:1], logits[size - 1 :], "copy")
         self._copier.record(report.copied)
 
-    def _hear(self, slots: Sequence[Slot], but: int) -> list[list[int] | Exception]:
+    def _hear(self, slots: Sequence[Slot], but: int) -> list[list[int]]:
         """What all enqueued cycles but the last `but` committed, for those of `slots` that took part."""
         heard: dict[Slot, list[int]] = {slot: [] for slot in slots}
         while len(self._pending) > but:
@@ -261,7 +261,7 @@ class ResidentDecoder:
     def _cycle_with_host(self, slots: Sequence[Slot]) -> list[list[int] | Exception]:
         """One step in which the host chooses the tokens, from the target's logits."""
         memory, batch, width, passes = self.memory, len(slots), self._width(slots), _passes(slots)
-        committed = self._hear(slots, but=0)
+        heard = self._hear(slots, but=0)
         memory.reserve(2 * self._shape.width, range(batch))
         report = memory.reports[memory.reads]
         self._run_target(0, batch, self._ids(batch, width), report)
@@ -280,10 +280,11 @@ class ResidentDecoder:
         )
         self._draft(0, batch, width, report, passes, drafts=width > 1)
         memory.reads = 1 - memory.reads
-        for b, (slot, tokens) in enumerate(zip(slots, chosen, strict=True)):
-            slot.stats.num_refine_passes += passes
-            committed[b] = tokens if isinstance(tokens, Exception) else committed[b] + self._commit(slot, tokens)
         self._count(self._device.take_spent())
+        committed: list[list[int] | Exception] = []
+        for slot, before, tokens in zip(slots, heard, chosen, strict=True):
+            slot.stats.num_refine_passes += passes
+            committed.append(tokens if isinstance(tokens, Exception) else before + self._commit(slot, tokens))
         return committed
 
     def _choose(self, slot: Slot, logits: Array, ids: list[int]) -> list[int] | Exception:
@@ -294,7 +295,7 @@ class ResidentDecoder:
                 return slot.sampler.choose(logits[: 1 + len(draft)], draft)
             except Exception as error:  # whatever a user's logits processor raises is that request's alone
                 return error
-        tokens = logits[: 1 + len(draft)].argmax(-1).tolist()
+        tokens: list[int] = logits[: 1 + len(draft)].argmax(-1).tolist()
         num_accepted = next((i for i, token in enumerate(draft) if token != tokens[i]), len(draft))
         return tokens[: num_accepted + 1]
 

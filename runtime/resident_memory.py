@@ -19,12 +19,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 
 from xpress_export import names
 from xpress_export.errors import EngineError
-from xpress_export.runtime.device import Buffer, Device, Event, Program, Stream
+from xpress_export.manifest import Manifest
+from xpress_export.runtime.device import DTYPES, Buffer, Device, Event, Program, Stream
 
 FIRST_CAPACITY = 256
 _NUM_UPLOADS = 4
@@ -42,6 +44,29 @@ class Shape:
     chunk: int
     dtype: type
 
+    @classmethod
+    def of(
+        cls,
+        manifest: Manifest,
+        *,
+        num_slots: int,
+        chunk: int,
+        max_drafts: int | None = None,
+        max_context: int | None = None,
+    ) -> Self:
+        """The sizes of a bundle. max_drafts: None, all of the drafter's block. max_context: None, the bundle's."""
+        draft = manifest.draft
+        most = draft.num_draft_tokens if draft else 0
+        return cls(
+            num_slots=num_slots,
+            num_drafts=most if max_drafts is None else min(most, max_drafts),
+            first_slot=draft.first_slot if draft else 0,
+            mask_token_id=draft.mask_token_id if draft else 0,
+            max_context=manifest.max_context if max_context is None else max_context,
+            chunk=chunk,
+            dtype=cache_dtype(manifest),
+        )
+
     @property
     def width(self) -> int:
         """Rows of a verify step."""
@@ -55,6 +80,11 @@ class Shape:
     def most_rows(self) -> int:
         """Rows of a cache: the context, one prompt chunk, or two cycles that nobody will read any more."""
         return self.max_context + max(self.chunk, 2 * self.width)
+
+
+def cache_dtype(manifest: Manifest) -> type:
+    """The type of keys, values and hidden states in a bundle's graphs."""
+    return DTYPES[next(t.dtype for t in manifest.graphs[names.TARGET].inputs if t.name == names.past_key(0))]
 
 
 @dataclass(frozen=True)

@@ -17,13 +17,12 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
 from xpress_export import names
 from xpress_export.runtime.backend import Call, Graph
-from xpress_export.runtime.device import DTYPES, Array
+from xpress_export.runtime.device import Array
 
 FIRST_CAPACITY = 256
 
@@ -264,13 +263,12 @@ class Slots:
     def __init__(
         self,
         graphs: Mapping[str, Graph],
-        dtype_name: str,
+        dtype: type,
         num_slots: int,
         max_context: int,
         max_rows: int,
         block: Block | None,
     ) -> None:
-        dtype: Any = DTYPES[dtype_name]
         # A call may write rows past the last committed one; they are garbage, but they need a place.
         capacity = max_context + max_rows
         self.max_context = max_context
