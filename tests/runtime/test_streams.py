@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from xpress_export.errors import EngineError
-from xpress_export.exporter.export import export
 from xpress_export.runtime import Generation, Runtime, SamplingParams
 from xpress_export.runtime.device import Buffer
 from xpress_export.runtime.device_cpu import CpuBound
@@ -69,28 +68,18 @@ WAVES = {
 
 
 @pytest.fixture(scope="module")
-def fused_bundle(tiny_trio: Any, trace_once: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The graphs of both layouts."""
-    out = tmp_path_factory.mktemp("streams") / "fused"
-    with pytest.MonkeyPatch.context() as patch:
-        trace_once.install(patch)
-        export(tiny_trio.options(layout="fused"), out)
-    return out
-
-
-@pytest.fixture(scope="module")
-def bundles(fused_bundle: Path, scripted_bundle: Any, stories: Any) -> dict[str, Path]:
+def bundles(tiny_fused_bundle: Path, scripted_bundle: Any, stories: Any) -> dict[str, Path]:
     """By layout; the split one drafts up to seven right tokens."""
     rng = random.Random(0)
     script = stories[0].script([rng.choice((0, 1, 3, 7)) for _ in stories[0].ids])
-    return {"split": scripted_bundle(script, original=fused_bundle), "fused": fused_bundle}
+    return {"split": scripted_bundle(script, original=tiny_fused_bundle), "fused": tiny_fused_bundle}
 
 
 @pytest.fixture(scope="module")
-def expected(fused_bundle: Path, stories: Any) -> dict[Job, list[int]]:
+def expected(tiny_fused_bundle: Path, stories: Any) -> dict[Job, list[int]]:
     """What the CPU answers to each job, alone and where the host decides."""
     found = {}
-    with Runtime.open(fused_bundle, device="cpu", layout="split", num_threads=1, num_slots=1) as runtime:
+    with Runtime.open(tiny_fused_bundle, device="cpu", layout="split", num_threads=1, num_slots=1) as runtime:
         for job in {job for waves in WAVES.values() for wave in waves for job in wave}:
             found[job] = list(job.submit(runtime, stories[0]).result(PATIENCE_S).token_ids)
             if not job.temperature:
