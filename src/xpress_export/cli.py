@@ -7,7 +7,6 @@ Results go to stdout, progress and logs to stderr. Exit 0: done; 1: an error of 
 from __future__ import annotations
 
 import io
-import json
 import logging
 import signal
 import sys
@@ -24,6 +23,7 @@ from xpress_export import names, platforms, presets
 from xpress_export.cli_bench import bench_command
 from xpress_export.cli_calibrate import COMMANDS as PRECISION_COMMANDS
 from xpress_export.cli_calibrate import quantize_build
+from xpress_export.cli_doctor import doctor_command
 from xpress_export.cli_engines import COMMANDS as ENGINE_COMMANDS
 from xpress_export.cli_engines import GRAPHS, device_command, print_engine
 from xpress_export.cli_eval import evaluate_command
@@ -269,25 +269,7 @@ def inspect(bundle: Path, verify: bool, engine: str | None, platform: str | None
         out.print("\nevery file matches its recorded hash")
 
 
-@cli.command()
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def doctor(as_json: bool) -> None:
-    """Show what this machine can build and run.
-
-    Versions, providers and GPUs, what is missing, and the command that adds it.
-    """
-    from xpress_export.doctor import examine
-    from xpress_export.inspection import describe_machine
-
-    facts = examine()
-    if as_json:
-        ui.write(json.dumps(facts, indent=2) + "\n")
-        return
-    for section in describe_machine(facts):
-        out.print(section)
-
-
-for other_command in (train, *PRECISION_COMMANDS, *ENGINE_COMMANDS):
+for other_command in (doctor_command, train, *PRECISION_COMMANDS, *ENGINE_COMMANDS):
     cli.add_command(other_command)
 
 

@@ -1,0 +1,1 @@
+../../src/xpress_export/cli_doctor.py
