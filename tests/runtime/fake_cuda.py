@@ -1,9 +1,9 @@
 """A `cuda.bindings.runtime` without a GPU: it does what is asked, in host memory, and checks how it is asked.
 
-Memory is real memory of the host at real addresses, so that copies and graphs compute. Work runs when it is enqueued,
-or when the graph that captured it is launched. A breach of a rule fails the test at the call that commits it; a call
-that CUDA would refuse answers with CUDA's status. Rules cite the CUDA documentation: [rt] CUDA Runtime API reference,
-[pg] CUDA C++ Programming Guide.
+Memory is real memory of the host at real addresses, so that copies and graphs compute. Work runs as late as CUDA may
+run it: when the host waits for it, and then only what it waits for and what that waits for. A breach of a rule fails
+the test at the call that commits it; a call that CUDA would refuse answers with CUDA's status. Rules cite the CUDA
+documentation: [rt] CUDA Runtime API reference, [pg] CUDA C++ Programming Guide.
 """
 
 # ruff: noqa: N802, N815 - names are CUDA's
@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import enum
 import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -139,7 +140,19 @@ class FakeCuda:
             assert handle.capture.thread == threading.get_ident(), "another thread enqueues on a captured stream"
             handle.capture.operations.append(operation)
         else:
-            operation.run()
+            handle.queue.append(operation.run)
+
+    def _drain(self, handle: Handle, until: int | None = None) -> None:
+        """Run what is enqueued on a stream, or the part of it before a point."""
+        while handle.queue and (until is None or handle.num_done < until):
+            handle.num_done += 1
+            handle.queue.popleft()()
+
+    def _drain_all(self) -> None:
+        """[pg] "Implicit Synchronization": freeing memory waits for the device."""
+        for handle in list(self.handles.values()):
+            if handle.kind == "stream":
+                self._drain(handle)
 
     def is_capturing(self, stream: int) -> bool:
         return self._alive(stream, "stream").capture is not None
@@ -249,6 +262,7 @@ class FakeCuda:
     def _free(self, address: int, on_host: bool) -> str:
         if address == 0:  # [rt] cudaFree: "If devPtr is 0, no operation is performed."
             return "cudaSuccess"
+        self._drain_all()
         assert address in self.allocations, f"{address:#x} is freed twice, or was never allocated"
         assert self.allocations[address][1] == on_host, "cudaFree is for the device's memory, cudaFreeHost for pinned"
         del self.allocations[address]
@@ -293,36 +307,40 @@ class FakeCuda:
 
     def _cudaStreamCreateWithFlags(self, flags: int) -> Any:
         assert flags == self.cudaStreamNonBlocking, "a blocking stream waits for the default stream of other libraries"
-        return self._new("stream", capture=None)
+        return self._new("stream", capture=None, queue=deque(), num_done=0)
 
     def _cudaStreamDestroy(self, stream: Any) -> str:
-        self._alive(stream, "stream").alive = False
+        handle = self._alive(stream, "stream")
+        assert not handle.queue, "a stream is destroyed while work is under way"
+        handle.alive = False
         return "cudaSuccess"
 
     def _cudaStreamSynchronize(self, stream: Any) -> str:
-        self._alive(stream, "stream")
+        self._drain(self._alive(stream, "stream"))
         return "cudaSuccess"
 
     def _cudaEventCreateWithFlags(self, flags: int) -> Any:
-        return self._new("event", flags=flags, at=None)
+        return self._new("event", flags=flags, at=None, point=None)
 
     def _cudaEventDestroy(self, event: Any) -> str:
         self._alive(event, "event").alive = False
         return "cudaSuccess"
 
     def _cudaEventRecord(self, event: Any, stream: Any) -> str:
-        assert self._alive(stream, "stream").capture is None, "an event that is recorded in a capture is part of it"
+        handle, marked = self._alive(stream, "stream"), self._alive(event, "event")
+        assert handle.capture is None, "an event that is recorded in a capture is part of it"
         self._clock += 1
-        self._alive(event, "event").at = self._clock
+        marked.at, marked.point = self._clock, (handle, handle.num_done + len(handle.queue))
         return "cudaSuccess"
 
     def _cudaEventSynchronize(self, event: Any) -> str:  # [rt] before the first record it returns at once
-        self._alive(event, "event")
+        if (point := self._alive(event, "event").point) is not None:
+            self._drain(*point)
         return "cudaSuccess"
 
     def _cudaEventQuery(self, event: Any) -> str:
-        self._alive(event, "event")
-        return "cudaSuccess"
+        handle, until = self._alive(event, "event").point
+        return "cudaSuccess" if handle.num_done >= until else "cudaErrorNotReady"
 
     def _cudaEventElapsedTime(self, start: Any, end: Any) -> Any:
         first, last = self._alive(start, "event"), self._alive(end, "event")
@@ -334,9 +352,11 @@ class FakeCuda:
         assert self._alive(event, "event").at is not None, (
             "a wait for an event that was never recorded waits for nothing"
         )
-        if self._alive(stream, "stream").capture is not None:
+        handle, point = self._alive(stream, "stream"), self._alive(event, "event").point
+        if handle.capture is not None:
             self.spoil_capture(stream)
             return "cudaErrorStreamCaptureIsolation"  # [pg] waiting on an event from outside of the capture
+        handle.queue.append(lambda: self._drain(*point))  # [rt] the point that is recorded now, whatever comes later
         return "cudaSuccess"
 
     def _cudaStreamBeginCapture(self, stream: Any, mode: int) -> str:
@@ -370,9 +390,9 @@ class FakeCuda:
         return "cudaSuccess"
 
     def _cudaGraphLaunch(self, graph: Any, stream: Any) -> str:
-        assert self._alive(stream, "stream").capture is None, "a graph is launched within a capture"
-        for operation in self._alive(graph, "graph exec").operations:
-            operation.run()
+        handle = self._alive(stream, "stream")
+        assert handle.capture is None, "a graph is launched within a capture"
+        handle.queue.extend(operation.run for operation in self._alive(graph, "graph exec").operations)
         return "cudaSuccess"
 
     def graphs_of(self, owner: Any) -> list[Handle]:

@@ -27,9 +27,9 @@ from xpress_export.errors import (
 from xpress_export.manifest import read_manifest
 from xpress_export.runtime import Runtime, SamplingParams, cuda, cuda_tensorrt, devices
 from xpress_export.runtime.cuda import Cuda
-from xpress_export.runtime.device_cuda import CudaDevice
-from xpress_export.runtime.memory_plan import shape_of
+from xpress_export.runtime.device_cuda import CudaDevice, CudaStream
 from xpress_export.runtime.resident import ResidentDecoder
+from xpress_export.runtime.resident_memory import Shape
 from xpress_export.runtime.text import TextCodec
 
 SLOTS, CHUNK, WIDTH, CAPACITY = 3, 16, 8, 640
@@ -77,7 +77,7 @@ class Gpu:
             self.device = CudaDevice(0, backend, api=self.cuda, library=self.library, **options)
             files = write_plans(bundle, layout, folder, version, **plans)
         programs = {role: self.device.load(path, role) for role, path in files.items()}
-        self.decoder = ResidentDecoder(self.device, programs, shape_of(manifest, num_slots=SLOTS, chunk=CHUNK))
+        self.decoder = ResidentDecoder(self.device, programs, Shape.of(manifest, num_slots=SLOTS, chunk=CHUNK))
         codec = TextCodec.open(bundle / manifest.text.folder)
         sizes = {"num_slots": SLOTS, "prefill_chunk": CHUNK}
         self.runtime = Runtime(manifest, codec, self.decoder, device="cuda:0", layout=layout, **sizes)
@@ -483,6 +483,7 @@ MISTAKES: dict[str, tuple[Any, str, Any, str]] = {
         lambda *args: True,
         "a shape is set before the profile",
     ),
+    "an event that is not waited for": (CudaStream, "wait", lambda self, event: None, "decoding failed|other tokens"),
     "a status that nobody looks at": (
         Cuda,
         "call",
@@ -502,7 +503,8 @@ def test_the_doubles_find_mistakes(
         gpu = Gpu(tiny_fused_bundle, names.LAYOUT_SPLIT, tmp_path, "tensorrt 11.4")
         running = [gpu.runtime.generate(story.ids[:30], params(40)) for story in (stories[0], stories[0])]
         for generation in running:
-            generation.result(timeout=60)
+            found = list(generation.result(timeout=60).token_ids)
+            assert found == stories[0].expected(30, 40), "other tokens"
 
 
 # Looking at it
