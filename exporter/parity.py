@@ -60,9 +60,9 @@ class Check:
 
 
 class GraphRunner:
-    """A graph on ONNX Runtime CPU with its cache kept between calls."""
+    """A graph on ONNX Runtime CPU with its cache, of `capacity` rows, kept between calls."""
 
-    def __init__(self, path: Path, batch: int = 2) -> None:
+    def __init__(self, path: Path, batch: int = 2, capacity: int = _CAPACITY) -> None:
         try:
             import onnxruntime as ort
         except ImportError as err:
@@ -75,7 +75,7 @@ class GraphRunner:
         self.inputs = {i.name: _NUMPY[i.type] for i in self.session.get_inputs()}
         self.outputs = [o.name for o in self.session.get_outputs()]
         self.cache: Arrays = {
-            i.name: np.zeros((batch, i.shape[1], _CAPACITY, i.shape[3]), _NUMPY[i.type])
+            i.name: np.zeros((batch, i.shape[1], capacity, i.shape[3]), _NUMPY[i.type])
             for i in self.session.get_inputs()
             if "past_" in i.name
         }

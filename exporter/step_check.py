@@ -19,17 +19,18 @@ from xpress_export.records import DraftRecord
 Tensors = dict[str, Tensor]
 
 _SLOTS = 3
+_NUM_CYCLES = 4
 _INTEGERS = (names.NEXT_TOKEN, names.NUM_COMMITTED, names.NEXT_IDS, names.NEXT_GIVEN, names.NEXT_WRITE_INDEX)
 
 
 class SplitCycle:
     """A cycle on the graphs of its parts: what a step has to be equal to.
 
-    parts: the files of target, accept, drafter and, where there is one, refiner.
+    parts: the files of target, accept, drafter and, where there is one, refiner. capacity: rows of each cache.
     """
 
-    def __init__(self, parts: Mapping[str, Path], refine_passes: int, batch: int = _SLOTS) -> None:
-        self.graphs = {role: GraphRunner(path, batch) for role, path in parts.items()}
+    def __init__(self, parts: Mapping[str, Path], refine_passes: int, batch: int, capacity: int) -> None:
+        self.graphs = {role: GraphRunner(path, batch, capacity) for role, path in parts.items()}
         self.refine_passes = refine_passes
         self.logits = torch.zeros(0)  # of the last cycle's target call, [B, S, V]
         self.draft_logits: list[Tensor] = []  # of its drafter and each pass of its refiner, [B, drafts, Vd]
@@ -62,11 +63,12 @@ def check_step(path: Path, parts: Mapping[str, Path], draft: DraftRecord, precis
 
     precision: of the graphs that the bundle was exported with.
     """
-    split, step = SplitCycle(parts, draft.refine_passes), GraphRunner(path, _SLOTS)
+    slots = draft.num_draft_tokens + 1
+    capacity = (_NUM_CYCLES + 1) * slots
+    split, step = SplitCycle(parts, draft.refine_passes, _SLOTS, capacity), GraphRunner(path, _SLOTS, capacity)
     generator = torch.Generator().manual_seed(5)
     outputs = split.graphs[names.TARGET].session.get_outputs()
     vocab_size = next(value.shape[-1] for value in outputs if value.name == names.LOGITS)
-    slots = draft.num_draft_tokens + 1
     feeds = {
         names.INPUT_IDS: torch.randint(0, vocab_size, (_SLOTS, slots), generator=generator),
         names.NUM_GIVEN: torch.tensor([slots, 1, 0]),
@@ -75,7 +77,7 @@ def check_step(path: Path, parts: Mapping[str, Path], draft: DraftRecord, precis
         names.BLOCK_IDS: torch.full((_SLOTS, draft.block_size), draft.mask_token_id),
     }
     tolerance, wrong, rows = TOLERANCE[precision], 0, 0
-    for _ in range(4):
+    for _ in range(_NUM_CYCLES):
         _agree(split, feeds)
         expected, got = split(**feeds), step(**feeds)
         wrong += int(_wrong(split, expected, got, tolerance).sum())

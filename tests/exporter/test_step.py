@@ -100,7 +100,7 @@ def test_a_host_that_decides_nothing_is_lossless(bundle_of: Any, stories: Any, n
     right = [story.expected(length, 40) for length in lengths] if helped else []
     logs, cycles = [], []
     for cycle in (
-        SplitCycle(parts_of(bundle), passes),
+        SplitCycle(parts_of(bundle), passes, 3, 64),
         GraphRunner(bundle / "graphs" / "step.onnx", 3),
     ):
         slots = [Slot(story.ids[:length], waits) for length, waits in zip(lengths, (0, 0, 6), strict=True)]
@@ -345,7 +345,7 @@ def test_a_quantized_step_generates_what_its_parts_do(quantized: Path, stories: 
     manifest, story = read_manifest(quantized), stories[0]
     logs = []
     for cycle in (
-        SplitCycle(parts_of(quantized, "int8"), manifest.draft.refine_passes, 2),
+        SplitCycle(parts_of(quantized, "int8"), manifest.draft.refine_passes, 2, 64),
         GraphRunner(quantized / "graphs" / "step.int8.onnx", 2),
     ):
         slots = [Slot(story.ids[:5], 0), Slot(story.ids[:20], 2)]
