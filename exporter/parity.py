@@ -242,7 +242,8 @@ def check_accept(path: Path) -> Check:
             feeds[names.WRITE_INDEX] = torch.randint(0, 99, (slots,), generator=generator)
             out = graph(**feeds)
             for slot in range(slots):
-                expected = _accepted(*(feeds[name][slot].tolist() for name in feeds))
+                given: list[Any] = [feeds[name][slot].tolist() for name in feeds]
+                expected = _accepted(*given)
                 wrong += any(int(out[name][slot]) != value for name, value in expected.items())
             rows += slots
     return Check(

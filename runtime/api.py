@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 
@@ -35,7 +35,7 @@ from xpress_export.runtime.device import Device
 from xpress_export.runtime.params import SamplingParams
 from xpress_export.runtime.requests import Generation, Plan, Request, closed
 from xpress_export.runtime.resident import ResidentDecoder
-from xpress_export.runtime.resident_memory import Shape, cache_dtype
+from xpress_export.runtime.resident_memory import Shape
 from xpress_export.runtime.scheduler import ADAPTIVE, Scheduler
 from xpress_export.runtime.slots import Block, Slots
 from xpress_export.runtime.speculation import Choice, Speculation
@@ -47,6 +47,7 @@ PREFILL_CHUNK = 128
 NUM_SLOTS = 8
 
 Messages = Sequence[Mapping[str, Any]]
+_Loaded = TypeVar("_Loaded")
 
 logger = logging.getLogger(__name__)
 
@@ -119,51 +120,35 @@ class Runtime:
         the number of bytes checked since the last call. The others are the class's.
         Raises BundleError if anything differs from the manifest, naming it; EngineError for a device that is not there.
         """
-        limits = {"num_slots": num_slots, "prefill_chunk": prefill_chunk}
-        for name, value in limits.items():
-            if value < 1:
-                raise RequestError(f"{name} must be at least 1, got {value}", name)
+        _at_least_one(num_slots=num_slots, prefill_chunk=prefill_chunk)
         folder = Path(folder)
         manifest = read_manifest(folder)
         verify_sizes(folder, manifest)
-        layout = manifest.layout if layout is None else layout
-        if layout not in names.LAYOUTS:
-            raise RequestError(f"layout should be {' or '.join(names.LAYOUTS)}, got {layout!r}", "layout")
+        layout = _layout(manifest, layout)
         max_drafts = _max_drafts(manifest, max_draft_tokens)
+        shape = Shape.of(manifest, num_slots=num_slots, chunk=prefill_chunk, max_drafts=max_drafts)
         precisions = devices.role_precisions(manifest, precision, layout)
         given = device if isinstance(device, Device) else None
         choice = devices.choose(manifest, given or device, backend, precisions, layout)
         logger.info("running on %s with %s, layout %s: %s", choice.name, choice.backend, layout, choice.why)
         files = devices.files(folder, manifest, choice, precisions, layout)
-        with ExitStack() as stack:
-            pool = stack.enter_context(ThreadPoolExecutor())  # hashing takes as long as loading
+        with ExitStack() as stack, ThreadPoolExecutor() as pool:  # hashing takes as long as loading
             intact = pool.submit(verify_files, folder, manifest, on_verify)
             codec = pool.submit(TextCodec.open, folder / manifest.text.folder)
-            decoder: Decoder | ResidentDecoder
             if given is None and choice.index is None and layout == names.LAYOUT_SPLIT:
-                loading = {role: pool.submit(Graph, files[role], role, num_threads) for role in manifest.roles}
-                graphs = {role: graph.result() for role, graph in loading.items()}
-                decoder = host_decoder(folder, manifest, graphs, max_drafts=max_drafts, **limits)
+                models = {role: files[role] for role in manifest.roles}
+                graphs = _load(pool, lambda path, role: Graph(path, role, num_threads), models)
+                decoder: Decoder | ResidentDecoder = host_decoder(folder, manifest, graphs, shape)
             else:
                 opened = given or devices.open_device(choice, num_threads)
                 stack.callback(opened.close)
-                shape = Shape.of(manifest, num_slots=num_slots, chunk=prefill_chunk, max_drafts=max_drafts)
                 devices.require_memory(manifest, opened, choice, precision, layout, shape)
-                loaded = {role: pool.submit(opened.load, path, role) for role, path in files.items()}
-                decoder = ResidentDecoder(opened, {role: p.result() for role, p in loaded.items()}, shape)
+                decoder = ResidentDecoder(opened, _load(pool, opened.load, files), shape)
             intact.result()  # nothing of a damaged bundle is returned
-            runtime = cls(
-                manifest,
-                codec.result(),
-                decoder,
-                max_queue=max_queue,
-                kv_budget_bytes=kv_budget_bytes,
-                device=choice.name,
-                layout=layout,
-                **limits,
-            )
+            limits: dict[str, Any] = {"num_slots": num_slots, "prefill_chunk": prefill_chunk, "max_queue": max_queue}
+            limits |= {"kv_budget_bytes": kv_budget_bytes, "device": choice.name, "layout": layout}
+            runtime = cls(manifest, codec.result(), decoder, **limits)
             stack.pop_all()  # what was opened is the runtime's now
-        pool.shutdown()
         return runtime
 
     @property
@@ -369,25 +354,37 @@ class Runtime:
         return self.manifest.draft.refine_passes if asked is None else asked
 
 
-def host_decoder(
-    folder: Path,
-    manifest: Manifest,
-    graphs: Mapping[str, Graph],
-    *,
-    max_drafts: int | None = None,
-    num_slots: int = NUM_SLOTS,
-    prefill_chunk: int = PREFILL_CHUNK,
-) -> Decoder:
+def _at_least_one(**limits: int) -> None:
+    for name, value in limits.items():
+        if value < 1:
+            raise RequestError(f"{name} must be at least 1, got {value}", name)
+
+
+def _load(
+    pool: ThreadPoolExecutor, load: Callable[[Path, str], _Loaded], files: Mapping[str, Path]
+) -> dict[str, _Loaded]:
+    """All files at a time, by role."""
+    loading = {role: pool.submit(load, path, role) for role, path in files.items()}
+    return {role: loaded.result() for role, loaded in loading.items()}
+
+
+def host_decoder(folder: Path, manifest: Manifest, graphs: Mapping[str, Graph], shape: Shape) -> Decoder:
     """The loop in which the host decides, on ONNX Runtime's CPU. graphs: one for each model of the bundle."""
     draft = manifest.draft
     block = Block(draft.block_size, draft.first_slot, draft.mask_token_id) if draft else None
-    most_rows = max(prefill_chunk, 1 + (block.num_draft_tokens if block else 0))
-    memory = Slots(graphs, cache_dtype(manifest), num_slots, manifest.max_context, most_rows, block)
-    memory.max_drafts = _max_drafts(manifest, max_drafts)
+    memory = Slots(graphs, shape.dtype, shape.num_slots, shape.max_context, max(shape.chunk, shape.width), block)
+    memory.max_drafts = shape.num_drafts
     draft_ids = read_draft_ids(folder, manifest)
     if draft_ids is None:
         draft_ids = np.arange(manifest.target.vocab_size)
-    return Decoder(memory, block.first_slot if block else 0, draft_ids)
+    return Decoder(memory, shape.first_slot, draft_ids)
+
+
+def _layout(manifest: Manifest, asked: str | None) -> str:
+    layout = manifest.layout if asked is None else asked
+    if layout not in names.LAYOUTS:
+        raise RequestError(f"layout should be {' or '.join(names.LAYOUTS)}, got {layout!r}", "layout")
+    return layout
 
 
 def _max_drafts(manifest: Manifest, asked: int | None) -> int:

@@ -130,7 +130,10 @@ def _contiguous(shape: tuple[int, ...], item: int) -> tuple[int, ...]:
 
 
 class Bound(ABC):
-    """A graph on fixed buffers. reads, writes: those buffers; a cache that is updated in place is among both."""
+    """A graph on fixed buffers. reads, writes: those buffers; a cache that is updated in place is among both.
+
+    Its owner may forget it while it is under way: what the device needs then, the device keeps.
+    """
 
     role: str
     reads: tuple[Buffer, ...]

@@ -322,8 +322,8 @@ class ResidentDecoder:
     def recover(self) -> None:
         """Forget the cycles under way, after one failed. Raises EngineError where the device is lost."""
         self._pending.clear()
-        self._bound.clear()
         self._device.synchronize()
+        self._bound.clear()
 
     def close(self) -> None:
         """Wait for what is under way and give the device back."""

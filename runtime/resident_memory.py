@@ -262,7 +262,7 @@ class ResidentMemory:
             )
             for p in range(2)
         )
-        self.max_accept = ints("max_accept", slots)
+        self.max_accept = ints(names.MAX_ACCEPT, slots)
         self.prompt_ids, self.prompt_given = ints("prompt_ids", shape.chunk), ints("prompt_given", 1)
         self.prompt_report = Report(
             ints("prompt next_token", shape.chunk),
@@ -272,7 +272,7 @@ class ResidentMemory:
             device.event("prompt verified"),
             device.event("prompt copied"),
         )
-        self.block_ids = ints("block_ids", slots, max(1, shape.num_block))
+        self.block_ids = ints(names.BLOCK_IDS, slots, max(1, shape.num_block))
         self.uploads = Uploads(device, max(slots * (width + 4), slots * max(1, shape.num_block), shape.chunk + 8))
         self.uploads.send(self.stream, [(self.block_ids, [shape.mask_token_id] * math.prod(self.block_ids.shape))])
         self.caches = Caches(device, programs.values(), shape)

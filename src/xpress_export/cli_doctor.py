@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 @click.argument("bundle", type=click.Path(path_type=Path), required=False)
 @device_options
 @PRECISION
-@click.option("--slots", type=click.IntRange(min=1), default=8, metavar="N", help="Requests that run at a time.")
+@click.option("--slots", type=click.IntRange(1, 65536), default=8, metavar="N", help="Requests that run at a time.")
 @click.option("--max-context", type=click.IntRange(min=2), metavar="N", help="Of a request.  [default: the bundle's]")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def doctor_command(bundle: Path | None, as_json: bool, **options: Any) -> None:
