@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import fake_ort_cuda
@@ -403,10 +404,12 @@ def test_what_is_not_installed_or_not_there(tmp_path: Path, tiny_bundle: Path, m
     api = FakeCuda()
     with pytest.raises(EngineError, match=r"GPU 3: cudaErrorInvalidDevice .*fewer GPUs"):
         CudaDevice(3, "tensorrt", api=api)
+    monkeypatch.setitem(sys.modules, "tensorrt", None)
     with pytest.raises(MissingDependencyError, match="tensorrt is needed to run TensorRT engines"):
         CudaDevice(0, "tensorrt", api=api)
+    on_cpu = SimpleNamespace(__version__="1.32.0", get_available_providers=lambda: ["CPUExecutionProvider"])
     with pytest.raises(EngineError, match=r"has no CUDAExecutionProvider.*install onnxruntime-gpu instead"):
-        CudaDevice(0, "onnxruntime", api=api)
+        CudaDevice(0, "onnxruntime", api=api, library=on_cpu)
     with pytest.raises(BundleError, match=r"no CUDA kernel for TensorScatter of .*the target graph would run"):
         device = CudaDevice(0, "onnxruntime", api=api, library=fake_ort_cuda.make(api, on_cpu=["TensorScatter"]))
         device.load(tiny_bundle / "graphs" / "target.onnx", "target")
@@ -417,7 +420,7 @@ def test_what_is_not_installed_or_not_there(tmp_path: Path, tiny_bundle: Path, m
         device.load(old, "target")
     with pytest.raises(BundleError, match=r"missing.plan cannot be read"):
         device.load(tmp_path / "missing.plan", "target")
-    monkeypatch.setitem(__import__("sys").modules, "cuda.bindings.runtime", None)
+    monkeypatch.setitem(sys.modules, "cuda.bindings.runtime", None)
     with pytest.raises(MissingDependencyError, match="cuda-bindings"):
         CudaDevice(0, "tensorrt", library=trt)
 
@@ -526,6 +529,6 @@ def test_ranges_carry_the_labels(open_gpu: OpenGpu, stories: Any, monkeypatch: p
     shown: list[str] = []
     nvtx = ModuleType("nvtx")
     nvtx.annotate = lambda label: shown.append(label) or contextlib.nullcontext()  # type: ignore[attr-defined]
-    monkeypatch.setitem(__import__("sys").modules, "nvtx", nvtx)
+    monkeypatch.setitem(sys.modules, "nvtx", nvtx)
     open_gpu(ranges=True).tokens(stories[0].ids[:30], 40)
     assert {"verify", "accept", "draft", "refine", "upload", "copy"} <= set(shown)
