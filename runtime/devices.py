@@ -214,5 +214,5 @@ def open_device(choice: Choice, num_threads: int | None) -> Device:
     try:
         from xpress_export.runtime.device_cuda import open_cuda
     except ImportError as err:
-        raise MissingDependencyError("cuda-bindings", "run on a GPU", "gpu") from err
+        raise MissingDependencyError("cuda-bindings", "run on a GPU", "cuda") from err
     return open_cuda(choice.index, choice.backend)

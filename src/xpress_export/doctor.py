@@ -19,6 +19,8 @@ CAPABILITIES = {
         "export",
         ("torch", "transformers", "onnx", "onnxscript", "onnx-ir", "safetensors", "gguf"),
     ),
+    "run bundles on a GPU, with ONNX Runtime": ("gpu", ("onnxruntime-gpu", "cuda-bindings")),
+    "run TensorRT engines on a GPU": ("tensorrt", ("tensorrt", "cuda-bindings")),
     "build TensorRT-RTX engines": ("rtx", ("tensorrt-rtx",)),
     "serve bundles over HTTP": ("serve", ("fastapi", "uvicorn", "prometheus-client")),
 }
