@@ -76,7 +76,7 @@ def identity(bundle: Path, where: dict[str, Any], prompts: list[str]) -> dict[st
                 "identical_together": sum(r == e for r, e in zip(together, expected, strict=True)),
                 "tau": sum(r.stats.tau for r in alone) / len(alone),
             }
-        return {"device": runtime.device, "modes": found}
+        return {"device": runtime.device, "cuda_graphs": runtime.stats.num_graphs, "modes": found}
 
 
 def speed(bundle: Path, where: dict[str, Any], trace: Path) -> dict[str, Any]:

@@ -152,6 +152,11 @@ class Decoder:
         """Note every engine call from now on, or no longer."""
         self.times.tracer = tracer
 
+    @property
+    def num_graphs(self) -> int:
+        """CUDA graphs that were captured: none here."""
+        return 0
+
     def recover(self) -> None:
         """After a failed call; nothing outlives a call here."""
 

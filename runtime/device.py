@@ -228,6 +228,15 @@ class Device(ABC):
     def synchronize(self) -> None:
         """Return when nothing is under way on any stream of this device; for opening, growing and closing."""
 
+    def trace(self, tracer: Tracer | None) -> None:
+        """Note all work in `tracer` from now on, or no longer."""
+        self.tracer = tracer
+
+    @property
+    def num_graphs(self) -> int:
+        """Pieces of work that were captured, and are launched as one."""
+        return 0
+
     def memory_info(self) -> tuple[int, int] | None:
         """Bytes free and in all, where the device knows."""
         return None

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ from xpress_export.errors import DeviceLostError, EngineError, MissingDependency
 from xpress_export.runtime.cuda import Cuda, CudaMemory
 from xpress_export.runtime.cuda_programs import CudaBound, CudaProgram, NotReadyError
 from xpress_export.runtime.device import Bound, Buffer, Device, Event, Memory, Stream
+from xpress_export.runtime.trace import Tracer
 
 COMPUTE = "compute"
 _MOST_GRAPHS = 64
@@ -89,6 +91,11 @@ class CudaStream(Stream):
     def wait(self, event: Event) -> None:
         assert isinstance(event, CudaEvent)
         self._cuda.call("cudaStreamWaitEvent", self.handle, event.handle, 0, what=f"{self.name} waits for {event.name}")
+
+    @property
+    def num_graphs(self) -> int:
+        """Keys whose work is captured."""
+        return sum(work.graph is not None for work in self._repeated.values())
 
     def synchronize(self) -> None:
         """Return when nothing is under way here."""
@@ -174,6 +181,7 @@ class _DeviceMemory(CudaMemory):
 
 @dataclass(frozen=True)
 class _Span:
+    stream: str
     label: str
     start: Any
     end: Any
@@ -207,6 +215,7 @@ class CudaDevice(Device):
         self._streams: dict[str, CudaStream] = {}
         self._events: list[CudaEvent] = []
         self._timed, self._spans, self._spare = timed, deque[_Span](), list[Any]()
+        self._zero, self._zero_s = None, 0.0
         self._annotate = _annotate() if ranges else None
         self.compute = self._new_stream(COMPUTE)
         self._load = _loader(self, backend, library, host_code)
@@ -267,7 +276,9 @@ class CudaDevice(Device):
         with contextlib.ExitStack() as stack:
             if self._annotate is not None:
                 stack.enter_context(self._annotate(label))
-            if not self._timed or stream.is_capturing:  # an event in a graph has no time that the host could read
+            if (
+                not (self._timed or self.tracer) or stream.is_capturing
+            ):  # an event in a graph has no time that the host could read
                 yield
                 return
             start = self._mark(stream)
@@ -276,7 +287,20 @@ class CudaDevice(Device):
             except BaseException:
                 self._spare.append(start)
                 raise
-            self._spans.append(_Span(label, start, self._mark(stream)))
+            self._spans.append(_Span(stream.name, label, start, self._mark(stream)))
+
+    def trace(self, tracer: Tracer | None) -> None:
+        """Spans are placed by their distance from one event, whose time on the host is known."""
+        self.take_spent()
+        super().trace(tracer)
+        if tracer is not None:
+            self._zero = self._mark(self.compute)
+            self.compute.synchronize()
+            self._zero_s = time.perf_counter()
+
+    @property
+    def num_graphs(self) -> int:
+        return sum(stream.num_graphs for stream in self._streams.values())
 
     def _mark(self, stream: CudaStream) -> Any:
         event = self._spare.pop() if self._spare else self.cuda.new_event("timing", timed=True)
@@ -284,14 +308,20 @@ class CudaDevice(Device):
         return event
 
     def take_spent(self) -> dict[str, float]:
-        """Milliseconds on the GPU, by label, of what has completed since the last call; {} unless `timed`."""
+        """Milliseconds on the GPU, by label, of what has completed since the last call; {} unless timed or traced."""
         spent: dict[str, float] = {}
         while self._spans and self.cuda.has_passed(self._spans[0].end):
             span = self._spans.popleft()
-            took = self.cuda.call("cudaEventElapsedTime", span.start, span.end, what=f"timing {span.label}")
-            spent[span.label] = spent.get(span.label, 0.0) + float(took)
+            took = self._elapsed_ms(span.start, span.end, span.label)
+            spent[span.label] = spent.get(span.label, 0.0) + took
+            if self.tracer is not None:
+                start = self._zero_s + self._elapsed_ms(self._zero, span.start, span.label) / 1e3
+                self.tracer.add(span.stream, span.label, start, start + took / 1e3)
             self._spare += [span.start, span.end]
         return spent
+
+    def _elapsed_ms(self, start: Any, end: Any, label: str) -> float:
+        return float(self.cuda.call("cudaEventElapsedTime", start, end, what=f"timing {label}"))
 
     def close(self) -> None:
         """Give everything back, in the order in which one needs the other; nothing may be under way."""
@@ -302,6 +332,7 @@ class CudaDevice(Device):
         for memory in list(self._memories):
             memory.free()
         timing = [event for span in self._spans for event in (span.start, span.end)] + self._spare
+        timing += [self._zero] if self._zero is not None else []
         if not self.cuda.is_lost:
             for event in (*(event.handle for event in self._events), *timing):
                 self.cuda.call("cudaEventDestroy", event, what="closing")

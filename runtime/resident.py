@@ -317,7 +317,12 @@ class ResidentDecoder:
 
     def trace(self, tracer: Tracer | None) -> None:
         """Have the device note all work from now on, or no longer."""
-        self._device.tracer = tracer
+        self._device.trace(tracer)
+
+    @property
+    def num_graphs(self) -> int:
+        """CUDA graphs that were captured."""
+        return self._device.num_graphs
 
     def recover(self) -> None:
         """Forget the cycles under way, after one failed. Raises EngineError where the device is lost."""

@@ -76,7 +76,7 @@ class Scheduler:
             if self._closing:
                 raise closed()
             if self._lost is not None:
-                raise EngineError(f"the runtime takes no more requests: {self._lost}")
+                raise type(self._lost)(f"the runtime takes no more requests: {self._lost}")
             if self._max_queue is not None and len(self._waiting) >= max(self._max_queue, self._num_free()):
                 raise QueueFullError(
                     f"the queue is full: {len(self._waiting)} waiting, as many as max_queue allows; try again later"
@@ -121,6 +121,7 @@ class Scheduler:
                 kv_rows_used=sum(memory.rows(i) for i in range(self._num_slots)),
                 kv_capacity=memory.capacity,
                 kv_bytes=memory.capacity * memory.bytes_per_row * self._num_slots,
+                num_graphs=self._decoder.num_graphs,
             )
 
     def _num_running(self) -> int:

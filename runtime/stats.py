@@ -82,7 +82,8 @@ class RuntimeStats:
     num_cancelled: ended requests. num_cycles: decode cycles of the whole batch, whose engine time is draft_ms,
     refine_ms and verify_ms. host_ms: time outside engine calls while there was work. num_verify_steps,
     num_draft_tokens, num_accepted: summed over requests. kv_rows_used: committed rows of running requests.
-    kv_capacity: rows of each slot's cache. kv_bytes: bytes of the caches' address space.
+    kv_capacity: rows of each slot's cache. kv_bytes: bytes of the caches' address space. num_graphs: CUDA graphs that
+    were captured.
     """
 
     num_slots: int = 0
@@ -105,6 +106,7 @@ class RuntimeStats:
     kv_rows_used: int = 0
     kv_capacity: int = 0
     kv_bytes: int = 0
+    num_graphs: int = 0
 
     @property
     def tau(self) -> float:

@@ -32,6 +32,7 @@ from xpress_export.runtime.device_cuda import CudaDevice, CudaStream
 from xpress_export.runtime.resident import ResidentDecoder
 from xpress_export.runtime.resident_memory import Shape
 from xpress_export.runtime.text import TextCodec
+from xpress_export.runtime.trace import Tracer
 
 SLOTS, CHUNK, WIDTH, CAPACITY = 3, 16, 8, 640
 LAYOUTS = (names.LAYOUT_SPLIT, names.LAYOUT_FUSED)
@@ -523,6 +524,20 @@ def test_times_are_taken_only_when_asked(open_gpu: OpenGpu, stories: Any) -> Non
     quiet.tokens(stories[0].ids[:30], 20)
     assert quiet.device.take_spent() == {}
     assert "cudaEventElapsedTime" not in quiet.cuda.calls
+
+
+def test_a_timeline_has_a_row_for_each_stream_and_counts_graphs(open_gpu: OpenGpu, stories: Any) -> None:
+    gpu, tracer = open_gpu(), Tracer()
+    gpu.tokens(stories[0].ids[:30], 40)
+    gpu.runtime.trace(tracer)
+    gpu.tokens(stories[0].ids[:30], 40)
+    gpu.runtime.trace(None)
+    gpu.tokens(stories[0].ids[:30], 40)
+    events = tracer.to_dict()["traceEvents"]
+    rows = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    found = {(rows[event["tid"]], event["name"]) for event in events if event["ph"] == "X"}
+    assert {("compute", "verify"), ("compute", "draft"), ("copy", "copy"), ("host", "cycle")} <= found
+    assert gpu.runtime.stats.num_graphs > 0
 
 
 def test_ranges_carry_the_labels(open_gpu: OpenGpu, stories: Any, monkeypatch: pytest.MonkeyPatch) -> None:
