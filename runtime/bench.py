@@ -35,6 +35,7 @@ from xpress_export.errors import RequestError, XpressExportError
 from xpress_export.precision import Precision
 from xpress_export.progress import Progress, Silent
 from xpress_export.runtime.api import Runtime
+from xpress_export.runtime.device import Device
 from xpress_export.runtime.params import SamplingParams
 from xpress_export.runtime.trace import Tracer
 
@@ -72,7 +73,7 @@ class BenchOptions:
     ignore_eos: bool = False
     precision: Precision = None
     num_threads: int | None = None
-    device: str = "auto"
+    device: str | Device = "auto"
     backend: str = "auto"
     layout: str | None = None
     max_draft_tokens: int | None = None

@@ -57,12 +57,17 @@ class _Numbers(click.ParamType[tuple[int, ...]]):
 @click.option(
     "--trace", type=click.Path(path_type=Path), metavar="FILE", help="Also write a timeline of cycles (Chrome trace)."
 )
-def bench_command(bundle: Path, as_json: bool, html: Path | None, trace: Path | None, **options: Any) -> None:
+@click.option("--nvtx", is_flag=True, help="Ranges for Nsight Systems; with --device cuda:N and a --backend.")
+def bench_command(
+    bundle: Path, as_json: bool, html: Path | None, trace: Path | None, nvtx: bool, **options: Any
+) -> None:
     """Measure speed by mode and concurrency, greedy.
 
     Tokens per second, time to first token, inter-token latency, tau, the parts of a cycle, memory, and what importing
     and opening take. Modes take turns; ratios are taken within a round.
     """
+    if nvtx:
+        options["device"] = _with_ranges(options["device"], options["backend"])
     report = _measure(bundle, trace, **options)
     facts = {"bundle": bundle.name, "executed_on": _processor(), "max_new_tokens": options["max_new_tokens"]}
     facts["rounds"] = options["rounds"]
@@ -78,6 +83,16 @@ def bench_command(bundle: Path, as_json: bool, html: Path | None, trace: Path | 
     console.print(_time_table(report))
     for line in _notes(report, facts):
         console.print(line)
+
+
+def _with_ranges(device: str, backend: str) -> Any:
+    """That GPU, showing its work to Nsight Systems."""
+    name, _, index = device.partition(":")
+    if name != "cuda" or not (index or "0").isdigit() or backend == "auto":
+        raise click.UsageError("--nvtx shows ranges of a GPU: name it with --device cuda:N, and a --backend")
+    from xpress_export.runtime.device_cuda import open_cuda
+
+    return open_cuda(int(index or 0), backend, ranges=True)
 
 
 def _measure(
