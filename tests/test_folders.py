@@ -29,7 +29,13 @@ from xpress_export.manifest import (
     write_manifest,
 )
 
-FILES = ("graphs/target.onnx", "graphs/target.data", "tokenizer/tokenizer.json", "tokenizer/text.json")
+FILES = (
+    "graphs/target.onnx",
+    "graphs/target.data",
+    "graphs/accept.onnx",
+    "tokenizer/tokenizer.json",
+    "tokenizer/text.json",
+)
 
 
 def fill(folder: Path, label: str) -> Path:
@@ -58,6 +64,7 @@ def fill(folder: Path, label: str) -> Path:
             refiner_tokenizer=None,
         ),
         graphs={"target": GraphRecord(file=FILES[0], data=(FILES[1],), inputs=(), outputs=())},
+        cycle={"accept": GraphRecord(file=FILES[2], data=(), inputs=(), outputs=())},
         parity=(),
         files=record_files(folder),
     )

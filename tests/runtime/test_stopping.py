@@ -226,7 +226,7 @@ REFUSED = [
     ([1, 320], {}, "prompt token 1 is 320; the vocabulary has ids 0 to 319"),
     ([-1], {}, "prompt token 0 is -1"),
     ([1], {"refine_passes": BLOCK}, "refine_passes is 8; after 7 passes"),
-    ([1], {"num_draft_tokens": BLOCK}, "num_draft_tokens is 8, the drafter's block yields at most 7"),
+    ([1], {"num_draft_tokens": BLOCK}, "num_draft_tokens is 8, this runtime drafts at most 7"),
     ([1], {"stop": ("",)}, r"stop\[0\] has 0 characters"),
     ([1], {"stop": ("x",) * 17}, "stop holds 17 strings; at most 16"),
     ([1], {"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
