@@ -57,13 +57,14 @@ class _Repeated:
 
 
 class CudaStream(Stream):
-    """handle: CUDA's stream. doing: the repeated work whose parts are being enqueued."""
+    """handle: CUDA's stream. doing: the repeated work whose parts are being enqueued. num_graphs: captured."""
 
     def __init__(self, device: CudaDevice, name: str) -> None:
         self._device, self._cuda, self.name = device, device.cuda, name
         self.handle = self._cuda.new_stream(name)
         self.doing: _Repeated | None = None
         self.is_capturing = False
+        self.num_graphs = 0
         self._repeated: OrderedDict[Hashable, _Repeated] = OrderedDict()
 
     def run(self, bound: Bound, label: str) -> None:
@@ -91,11 +92,6 @@ class CudaStream(Stream):
     def wait(self, event: Event) -> None:
         assert isinstance(event, CudaEvent)
         self._cuda.call("cudaStreamWaitEvent", self.handle, event.handle, 0, what=f"{self.name} waits for {event.name}")
-
-    @property
-    def num_graphs(self) -> int:
-        """Keys whose work is captured."""
-        return sum(work.graph is not None for work in self._repeated.values())
 
     def synchronize(self) -> None:
         """Return when nothing is under way here."""
@@ -152,6 +148,7 @@ class CudaStream(Stream):
             work = self._warm_up(enqueue)
             work.runs_plain = True
             return work
+        self.num_graphs += 1
         return captured
 
     def forget(self, memory: Memory | None = None) -> None:
@@ -161,6 +158,7 @@ class CudaStream(Stream):
 
     def _drop(self, key: Hashable, *, waits: bool = True) -> None:
         work = self._repeated.pop(key)
+        self.num_graphs -= work.graph is not None
         if work.graph is not None and not self._cuda.is_lost:
             if waits:
                 self.synchronize()
