@@ -19,6 +19,7 @@ import dataclasses
 import functools
 import json
 import shutil
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +48,8 @@ from xpress_export.manifest import (
     record_files,
     write_manifest,
 )
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores it, and all it starts
 
 HIDDEN, HEAD_DIM, VOCAB, BLOCK, RANK = 48, 16, 320, 8, 8
 MAX_CONTEXT = 600  # beyond the runtime's first two cache capacities, 256 and 512 rows
