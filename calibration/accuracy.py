@@ -104,11 +104,11 @@ def _read(graph: Graph, manifest: Manifest, passage: Passage) -> tuple[Array, Ar
     cache: dict[str, Array] = {
         value.name: np.zeros((1, int(value.shape[1]), length, int(value.shape[3])), DTYPES[value.dtype])
         for value in manifest.graphs[names.TARGET].inputs
-        if value.name.startswith("past_")
+        if names.is_past(value.name)
     }
     for name, array in cache.items():
         call.bind_input(name, array)
-        call.bind_output(name.replace("past_", "present_"), array)
+        call.bind_output(names.present_of(name), array)
     write_index = np.zeros(1, np.int64)
     call.bind_input(names.WRITE_INDEX, write_index)
     outputs = {value.name: value for value in manifest.graphs[names.TARGET].outputs}

@@ -77,13 +77,13 @@ class GraphRunner:
         self.cache: Arrays = {
             i.name: np.zeros((batch, i.shape[1], capacity, i.shape[3]), _NUMPY[i.type])
             for i in self.session.get_inputs()
-            if "past_" in i.name
+            if names.is_past(i.name)
         }
 
     def __call__(self, **feeds: Tensor) -> dict[str, Tensor]:
         arrays = {name: feeds[name].numpy().astype(dtype) for name, dtype in self.inputs.items() if name in feeds}
         values = dict(zip(self.outputs, self.session.run(None, arrays | self.cache), strict=True))
-        self.cache = {name: values.pop(name.replace("past_", "present_")) for name in self.cache}
+        self.cache = {name: values.pop(names.present_of(name)) for name in self.cache}
         return {name: torch.from_numpy(np.asarray(v)) for name, v in values.items()}
 
 

@@ -14,6 +14,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from xpress_export import names
 from xpress_export.errors import BundleError, EngineError, MissingDependencyError, RequestError
@@ -25,6 +26,9 @@ from xpress_export.precision import Precision, choose_precisions, step_precision
 from xpress_export.runtime.device import Device
 from xpress_export.runtime.device_cpu import CpuDevice
 from xpress_export.runtime.resident_memory import Shape
+
+if TYPE_CHECKING:
+    from xpress_export.runtime.memory_plan import MemoryPlan
 
 AUTO, CPU = "auto", "cpu"
 BACKENDS = (ONNX_RUNTIME, TENSORRT, TENSORRT_RTX)
@@ -184,27 +188,27 @@ def files(
     return {role: folder / engine.file for role, engine in engines.items() if engine is not None}
 
 
+def plan_of(
+    manifest: Manifest, choice: Choice, precision: Precision, layout: str, *, sizes: Mapping[str, Any]
+) -> MemoryPlan:
+    """What a bundle takes where `choice` runs it. sizes: num_slots, prefill_chunk and the like, of `plan_memory`."""
+    from xpress_export.runtime import memory_plan
+
+    kind = memory_plan.CPU if choice.index is None else memory_plan.CUDA
+    options: dict[str, Any] = {"device_kind": kind, "backend": choice.backend, "precision": precision, "layout": layout}
+    return memory_plan.plan_memory(manifest, **options, **sizes)
+
+
 def require_memory(
     manifest: Manifest, device: Device, choice: Choice, precision: Precision, layout: str, shape: Shape
 ) -> None:
     """Refuse, with the numbers, what will not fit a device that knows how much is free. Raises EngineError."""
     if (memory := device.memory_info()) is None:
         return
-    from xpress_export.runtime.memory_plan import CPU as ON_CPU
-    from xpress_export.runtime.memory_plan import CUDA as ON_CUDA
-    from xpress_export.runtime.memory_plan import plan_memory, refuse_if_too_large
+    from xpress_export.runtime.memory_plan import refuse_if_too_large
 
-    plan = plan_memory(
-        manifest,
-        device_kind=ON_CPU if choice.index is None else ON_CUDA,
-        backend=choice.backend,
-        precision=precision,
-        layout=layout,
-        num_slots=shape.num_slots,
-        prefill_chunk=shape.chunk,
-        max_draft_tokens=shape.num_drafts or None,
-    )
-    refuse_if_too_large(plan, memory[0])
+    sizes = {"num_slots": shape.num_slots, "prefill_chunk": shape.chunk, "max_draft_tokens": shape.num_drafts or None}
+    refuse_if_too_large(plan_of(manifest, choice, precision, layout, sizes=sizes), memory[0])
 
 
 def open_device(choice: Choice, num_threads: int | None) -> Device:

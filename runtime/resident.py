@@ -19,7 +19,7 @@ is its own.
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -146,37 +146,42 @@ class ResidentDecoder:
 
     def _verify(self, first: int, last: int, ids: Buffer, num_given: Buffer, report: Report) -> None:
         """The target over `ids` [B, S] of some slots, and what it commits; in a fused bundle all of the cycle."""
+        if not self._is_fused:
+            self._run_target(first, last, ids, report)
         memory, (batch, rows) = self.memory, ids.shape
         state, after = memory.states[memory.reads], memory.states[1 - memory.reads]
-        decided = {
-            names.INPUT_IDS: ids,
-            names.NUM_GIVEN: num_given,
-            names.MAX_ACCEPT: memory.max_accept[first:last],
-            names.WRITE_INDEX: state.write_index[first:last],
-            names.NEXT_TOKEN: report.next_token[: batch * rows].reshape(batch, rows),
-            names.NUM_COMMITTED: report.num_committed[:batch],
-            names.NEXT_GIVEN: after.num_given[first:last],
-            names.NEXT_WRITE_INDEX: after.write_index[first:last],
-        }
-        key = (first, batch, rows, report is memory.prompt_report)
-        if self._is_fused:
-            block = {names.BLOCK_IDS: memory.block_ids[first:last], names.NEXT_IDS: after.ids[first:last]}
-            self._run(names.STEP, "step", key, first, last, {**decided, **block})
-            return
-        self._run_target(first, last, ids, report)
-        scratch = {name: memory.scratch.get(name, batch) for name in (names.ANCHOR, names.PREVIOUS)}
-        self._run(names.ACCEPT, "accept", key, first, last, {**decided, **scratch})
+
+        def buffers() -> dict[str, Buffer]:
+            handed_on = () if self._is_fused else (names.ANCHOR, names.PREVIOUS)
+            return {
+                names.INPUT_IDS: ids,
+                names.NUM_GIVEN: num_given,
+                names.MAX_ACCEPT: memory.max_accept[first:last],
+                names.WRITE_INDEX: state.write_index[first:last],
+                names.BLOCK_IDS: memory.block_ids[first:last],
+                names.NEXT_TOKEN: report.next_token[: batch * rows].reshape(batch, rows),
+                names.NUM_COMMITTED: report.num_committed[:batch],
+                names.NEXT_IDS: after.ids[first:last],
+                names.NEXT_GIVEN: after.num_given[first:last],
+                names.NEXT_WRITE_INDEX: after.write_index[first:last],
+                **{name: memory.scratch.get(name, batch) for name in handed_on},
+            }
+
+        role, label = (names.STEP, "step") if self._is_fused else (names.ACCEPT, "accept")
+        self._run(role, label, first, last, (rows, report is memory.prompt_report), buffers)
 
     def _run_target(self, first: int, last: int, ids: Buffer, report: Report) -> None:
         memory, (batch, rows) = self.memory, ids.shape
-        buffers = {
-            names.INPUT_IDS: ids,
-            names.WRITE_INDEX: memory.states[memory.reads].write_index[first:last],
-            names.NEXT_TOKEN: report.next_token[: batch * rows].reshape(batch, rows),
-            **self._floats(names.TARGET, batch, rows),
-        }
-        key = (first, batch, rows, report is memory.prompt_report)
-        self._run(names.TARGET, "verify", key, first, last, buffers)
+
+        def buffers() -> dict[str, Buffer]:
+            return {
+                names.INPUT_IDS: ids,
+                names.WRITE_INDEX: memory.states[memory.reads].write_index[first:last],
+                names.NEXT_TOKEN: report.next_token[: batch * rows].reshape(batch, rows),
+                **self._floats(names.TARGET, batch, rows),
+            }
+
+        self._run(names.TARGET, "verify", first, last, (rows, report is memory.prompt_report), buffers)
 
     def _draft(self, first: int, last: int, rows: int, report: Report, passes: int, *, drafts: bool) -> None:
         """The next state's ids: the anchor, and a draft after it that `passes` Jacobi passes refined."""
@@ -191,18 +196,19 @@ class ResidentDecoder:
             return
         compute.copy(memory.block_ids[first:last, :1], anchors.reshape(batch, 1), "draft")
         tokens, refined = (scratch.get(name, batch, n) for name in (names.DRAFT_TOKENS, names.REFINED_TOKENS))
-        buffers = {
-            **self._floats(names.TARGET, batch, rows),
-            **self._floats(names.DRAFTER, batch, n),
-            names.NUM_COMMITTED: report.num_committed[:batch],
-            names.WRITE_INDEX: memory.states[memory.reads].write_index[first:last],
-            names.BLOCK_IDS: memory.block_ids[first:last],
-            names.DRAFT_TOKENS: tokens,
-        }
-        key = (first, batch, rows, report is memory.prompt_report)
-        self._run(names.DRAFTER, "draft", key, first, last, buffers)
-        for i in range(passes if names.REFINER in self._programs else 0):
-            buffers = {
+
+        def of_drafter() -> dict[str, Buffer]:
+            return {
+                **self._floats(names.TARGET, batch, rows),
+                **self._floats(names.DRAFTER, batch, n),
+                names.NUM_COMMITTED: report.num_committed[:batch],
+                names.WRITE_INDEX: memory.states[memory.reads].write_index[first:last],
+                names.BLOCK_IDS: memory.block_ids[first:last],
+                names.DRAFT_TOKENS: tokens,
+            }
+
+        def of_refiner() -> dict[str, Buffer]:
+            return {
                 **self._floats(names.DRAFTER, batch, n),
                 **self._floats(names.REFINER, batch, n),
                 names.ANCHOR: anchors,
@@ -210,7 +216,10 @@ class ResidentDecoder:
                 names.DRAFT_TOKENS: tokens,
                 names.REFINED_TOKENS: refined,
             }
-            self._run(names.REFINER, "refine", (batch, i % 2), first, last, buffers)
+
+        self._run(names.DRAFTER, "draft", first, last, (rows, report is memory.prompt_report), of_drafter)
+        for i in range(passes if names.REFINER in self._programs else 0):
+            self._run(names.REFINER, "refine", first, last, (i % 2,), of_refiner)
             tokens, refined = refined, tokens
         compute.copy(after.ids[first:last, 1:], tokens, "draft")
 
@@ -338,15 +347,25 @@ class ResidentDecoder:
     # Small parts
 
     def _run(
-        self, role: str, label: str, key: tuple[Hashable, ...], first: int, last: int, buffers: Mapping[str, Buffer]
+        self,
+        role: str,
+        label: str,
+        first: int,
+        last: int,
+        variant: tuple[Hashable, ...],
+        buffers: Callable[[], Mapping[str, Buffer]],
     ) -> None:
-        """Enqueue a graph on `buffers` and the caches of slots first .. last - 1; `key` tells its bindings apart."""
-        full, program = (role, *key, self.memory.reads, self.memory.caches.version), self._programs[role]
-        bound = self._bound.pop(full, None)
+        """Enqueue a graph over slots first .. last - 1, bound the first time to `buffers` and the slots' caches.
+
+        variant: what tells the buffers of one role and range apart.
+        """
+        key = (role, first, last, *variant, self.memory.reads, self.memory.caches.version)
+        bound = self._bound.pop(key, None)
         if bound is None:
-            known = {**buffers, **self.memory.caches.of(program, first, last)}
+            program = self._programs[role]
+            known = {**buffers(), **self.memory.caches.of(program, first, last)}
             bound = program.bind({name: known[name] for name in (*program.inputs, *program.outputs)})
-        self._bound[full] = bound
+        self._bound[key] = bound
         while len(self._bound) > _MOST_BOUND:  # the one not used for longest
             del self._bound[next(iter(self._bound))]
         self._compute.run(bound, label)

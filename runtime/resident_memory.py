@@ -120,7 +120,7 @@ class Caches:
         self._dims: dict[str, tuple[int, int]] = {}
         fixed = set()
         for program in programs:
-            for name in filter(_is_past, program.inputs):
+            for name in filter(names.is_past, program.inputs):
                 heads, size = program.size(name, 1), program.size(name, 3)
                 assert heads is not None and size is not None
                 self._dims[_key(program, name)] = heads, size
@@ -145,8 +145,8 @@ class Caches:
     def of(self, program: Program, first: int, last: int) -> dict[str, Buffer]:
         """Inputs and outputs of a graph for slots first .. last - 1, the same memory for both."""
         found: dict[str, Buffer] = {}
-        for name in filter(_is_past, program.inputs):
-            found[name] = found[name.replace("past_", "present_")] = self._buffers[_key(program, name)][first:last]
+        for name in filter(names.is_past, program.inputs):
+            found[name] = found[names.present_of(name)] = self._buffers[_key(program, name)][first:last]
         return found
 
     def reserve(self, num_rows: int, used: int, stream: Stream) -> None:
@@ -180,13 +180,9 @@ class Caches:
             stream.copy(buffer[to : to + 1, :, rows], buffer[source : source + 1, :, rows], "move")
 
 
-def _is_past(name: str) -> bool:
-    return name.startswith(("past_", "draft_past_"))
-
-
 def _key(program: Program, name: str) -> str:
     """The drafter's own graph calls its caches what the target calls its; a step has both."""
-    return f"draft_{name}" if program.role == names.DRAFTER else name
+    return names.of_drafter(name) if program.role == names.DRAFTER else name
 
 
 class Uploads:

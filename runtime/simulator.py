@@ -30,6 +30,7 @@ from pathlib import Path
 
 import numpy as np
 
+from xpress_export import names
 from xpress_export.runtime.backend import Graph
 from xpress_export.runtime.device import Array, Bound, Buffer, Device, Event, Stream
 from xpress_export.runtime.device_cpu import CpuBound, CpuProgram, HostMemory, array_of
@@ -109,7 +110,7 @@ class SimulatedProgram(CpuProgram):
 
     def _check_output(self, name: str, buffers: Mapping[str, Buffer]) -> None:
         for other, buffer in buffers.items():
-            is_cache = other in self.inputs and name == other.replace("past_", "present_")
+            is_cache = other in self.inputs and name == names.present_of(other)
             if other == name or (is_cache and key_of(buffer) == key_of(buffers[name])):
                 continue
             if (found := self._device.overlap(buffers[name], buffer)) is not None:

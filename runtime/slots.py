@@ -36,9 +36,7 @@ class KVCache:
     def __init__(self, graph: Graph, num_slots: int, dtype: type, max_capacity: int) -> None:
         self._max, self._dtype = max_capacity, dtype
         self._shapes = {
-            name: (num_slots, graph.size(name, 1), graph.size(name, 3))
-            for name in graph.shapes
-            if name.startswith("past_")
+            name: (num_slots, graph.size(name, 1), graph.size(name, 3)) for name in graph.shapes if names.is_past(name)
         }
         self.bytes_per_row = sum(h * d for _, h, d in self._shapes.values()) * np.dtype(dtype).itemsize
         self._bound: dict[Call, tuple[int, int, int]] = {}
@@ -80,7 +78,7 @@ class KVCache:
         self._bound[call] = what
         for name, array in self._arrays.items():
             call.bind_input(name, array[first:last])
-            call.bind_output(name.replace("past_", "present_"), array[first:last])
+            call.bind_output(names.present_of(name), array[first:last])
 
 
 class Buffers:

@@ -65,23 +65,14 @@ def _plan(
     from xpress_export.manifest import read_manifest
     from xpress_export.runtime import devices
     from xpress_export.runtime.api import PREFILL_CHUNK
-    from xpress_export.runtime.memory_plan import CPU, CUDA, plan_memory
 
     manifest = read_manifest(bundle)
     layout = layout or manifest.layout
     precisions = devices.role_precisions(manifest, precision, layout)
     choice = devices.choose(manifest, device, backend, precisions, layout)
-    plan = plan_memory(
-        manifest,
-        device_kind=CPU if choice.index is None else CUDA,
-        backend=choice.backend,
-        precision=precision,
-        layout=layout,
-        num_slots=slots,
-        prefill_chunk=PREFILL_CHUNK,
-        max_context=max_context,
-        max_draft_tokens=max_draft_tokens,
-    )
+    sizes = {"num_slots": slots, "prefill_chunk": PREFILL_CHUNK}
+    limits = {"max_context": max_context, "max_draft_tokens": max_draft_tokens}
+    plan = devices.plan_of(manifest, choice, precision, layout, sizes={**sizes, **limits})
     if choice.index is None:
         free, total = facts["memory_available_bytes"], facts["memory_bytes"]
         return plan if free is None else plan.with_free(free, total)

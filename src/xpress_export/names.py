@@ -121,17 +121,11 @@ def of_drafter(name: str) -> str:
     return f"draft_{name}"
 
 
-def draft_past_key(layer: int) -> str:
-    return of_drafter(past_key(layer))
+def is_past(name: str) -> bool:
+    """Whether an input is a cache, of the target or, in `step`, of the drafter."""
+    return name.startswith(("past_", of_drafter("past_")))
 
 
-def draft_past_value(layer: int) -> str:
-    return of_drafter(past_value(layer))
-
-
-def draft_present_key(layer: int) -> str:
-    return of_drafter(present_key(layer))
-
-
-def draft_present_value(layer: int) -> str:
-    return of_drafter(present_value(layer))
+def present_of(past: str) -> str:
+    """The output that is the update of a cache."""
+    return past.replace("past_", "present_")
