@@ -4,7 +4,7 @@
 #     benchmarks/gpu.sh BUNDLE OUT.json
 #
 # BUNDLE: an fp16 or fp32 bundle of the fused layout (it holds the split graphs too). Needs xpress-export with the
-# `gpu` extra; engines of the bundle are measured too where TensorRT is installed and `xpress-export compile` has run.
+# `gpu` extra; engines of the bundle are measured too where TensorRT is installed and `compile --max-batch 8` has run.
 # With torch for CUDA installed, transformers' own speed and tokens are measured beside ours.
 set -euo pipefail
 [ $# -eq 2 ] || { sed -n '2,8s/^# \{0,1\}//p' "$0" >&2; exit 2; }

@@ -44,7 +44,7 @@ from xpress_export.runtime.text import TextCodec, TextStream
 from xpress_export.runtime.trace import Tracer
 
 PREFILL_CHUNK = 128
-NUM_SLOTS = 8
+NUM_SLOTS = devices.NUM_SLOTS
 
 Messages = Sequence[Mapping[str, Any]]
 _Loaded = TypeVar("_Loaded")
@@ -101,7 +101,7 @@ class Runtime:
         backend: str = devices.AUTO,
         layout: str | None = None,
         precision: Precision = None,
-        num_slots: int = NUM_SLOTS,
+        num_slots: int | None = None,
         num_threads: int | None = None,
         prefill_chunk: int = PREFILL_CHUNK,
         max_draft_tokens: int | None = None,
@@ -115,9 +115,10 @@ class Runtime:
         "tensorrt-rtx". layout: "split" or "fused", None: as the bundle was built.
         precision: one, or one for each of some models ({"target": "int8"}); None: what the bundle was built to run
         in. A model without a variant in a single precision runs in the bundle's own.
-        num_threads: of the CPU backend, None: one per core. max_draft_tokens: most that a cycle drafts, and where the
-        device decides (GPU, fused) what every cycle drafts; None: all of the drafter's block. on_verify: called with
-        the number of bytes checked since the last call. The others are the class's.
+        num_slots: None, eight, or as many as engines were compiled for. num_threads: of the CPU backend, None: one per
+        core. max_draft_tokens: most that a cycle drafts, and where the device decides (GPU, fused) what every cycle
+        drafts; None: all of the drafter's block. on_verify: called with the number of bytes checked since the last
+        call. The others are the class's.
         Raises BundleError if anything differs from the manifest, naming it; EngineError for a device that is not there.
         """
         _at_least_one(num_slots=num_slots, prefill_chunk=prefill_chunk)
@@ -125,29 +126,29 @@ class Runtime:
         manifest = read_manifest(folder)
         verify_sizes(folder, manifest)
         layout = _layout(manifest, layout)
-        max_drafts = _max_drafts(manifest, max_draft_tokens)
-        shape = Shape.of(manifest, num_slots=num_slots, chunk=prefill_chunk, max_drafts=max_drafts)
+        _check_drafts(manifest, max_draft_tokens)
         precisions = devices.role_precisions(manifest, precision, layout)
         given = device if isinstance(device, Device) else None
         choice = devices.choose(manifest, given or device, backend, precisions, layout)
         logger.info("running on %s with %s, layout %s: %s", choice.name, choice.backend, layout, choice.why)
-        files = devices.files(folder, manifest, choice, precisions, layout)
+        found = devices.find(folder, manifest, choice, precisions, layout)
+        shape = found.shape(manifest, num_slots=num_slots, chunk=prefill_chunk, max_drafts=max_draft_tokens)
         with ExitStack() as stack, ThreadPoolExecutor() as pool:  # hashing takes as long as loading
             intact = pool.submit(verify_files, folder, manifest, on_verify)
             codec = pool.submit(TextCodec.open, folder / manifest.text.folder)
             if given is None and choice.index is None and layout == names.LAYOUT_SPLIT:
-                models = {role: files[role] for role in manifest.roles}
+                models = {role: found.files[role] for role in manifest.roles}
                 graphs = _load(pool, lambda path, role: Graph(path, role, num_threads), models)
                 decoder: Decoder | ResidentDecoder = host_decoder(folder, manifest, graphs, shape)
             else:
                 opened = given or devices.open_device(choice, num_threads)
                 stack.callback(opened.close)
                 devices.require_memory(manifest, opened, choice, precision, layout, shape)
-                decoder = ResidentDecoder(opened, _load(pool, opened.load, files), shape)
+                decoder = ResidentDecoder(opened, _load(pool, opened.load, found.files), shape)
             intact.result()  # nothing of a damaged bundle is returned
-            limits: dict[str, Any] = {"num_slots": num_slots, "prefill_chunk": prefill_chunk, "max_queue": max_queue}
-            limits |= {"kv_budget_bytes": kv_budget_bytes, "device": choice.name, "layout": layout}
-            runtime = cls(manifest, codec.result(), decoder, **limits)
+            sizes = {"num_slots": shape.num_slots, "prefill_chunk": shape.chunk}
+            queue: dict[str, Any] = {"max_queue": max_queue, "kv_budget_bytes": kv_budget_bytes}
+            runtime = cls(manifest, codec.result(), decoder, device=choice.name, layout=layout, **sizes, **queue)
             stack.pop_all()  # what was opened is the runtime's now
         return runtime
 
@@ -354,9 +355,9 @@ class Runtime:
         return self.manifest.draft.refine_passes if asked is None else asked
 
 
-def _at_least_one(**limits: int) -> None:
+def _at_least_one(**limits: int | None) -> None:
     for name, value in limits.items():
-        if value < 1:
+        if value is not None and value < 1:
             raise RequestError(f"{name} must be at least 1, got {value}", name)
 
 
@@ -387,14 +388,11 @@ def _layout(manifest: Manifest, asked: str | None) -> str:
     return layout
 
 
-def _max_drafts(manifest: Manifest, asked: int | None) -> int:
-    """Draft tokens of a cycle at most: `asked`, or all that the drafter's block yields."""
-    most = manifest.draft.num_draft_tokens if manifest.draft else 0
-    if asked is None or (manifest.draft is None and asked >= 0):
-        return most
-    if not 1 <= asked <= most:
-        raise RequestError(f"max_draft_tokens is {asked}; the drafter's block yields 1 to {most}", "max_draft_tokens")
-    return asked
+def _check_drafts(manifest: Manifest, asked: int | None) -> None:
+    most = manifest.draft.num_draft_tokens if manifest.draft else None
+    if asked is not None and (asked < 1 or (most is not None and asked > most)):
+        limit = "at least 1" if most is None else f"1 to {most}, as the drafter's block yields"
+        raise RequestError(f"max_draft_tokens is {asked}; it should be {limit}", "max_draft_tokens")
 
 
 def _why_plain(mode: str, params: SamplingParams) -> str:

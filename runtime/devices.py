@@ -12,14 +12,14 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xpress_export import names
 from xpress_export.errors import BundleError, EngineError, MissingDependencyError, RequestError
 from xpress_export.gpu import Gpu, find_gpu
-from xpress_export.load_check import Running, check_loadable
+from xpress_export.load_check import Running, check_loadable, sm_fits
 from xpress_export.manifest import EngineRecord, Manifest
 from xpress_export.platforms import ONNX_RUNTIME, TENSORRT, TENSORRT_RTX
 from xpress_export.precision import Precision, choose_precisions, step_precision
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from xpress_export.runtime.memory_plan import MemoryPlan
 
 AUTO, CPU = "auto", "cpu"
+NUM_SLOTS = 8
 BACKENDS = (ONNX_RUNTIME, TENSORRT, TENSORRT_RTX)
 _CUDA = re.compile(r"cuda(?::(\d+))?")
 
@@ -140,16 +141,16 @@ def roles_of(manifest: Manifest, layout: str) -> tuple[str, ...]:
 def find_engines(
     manifest: Manifest, backend: str, sm: int, precisions: Mapping[str, str], layout: str
 ) -> dict[str, EngineRecord | None]:
-    """The engine of each role for a GPU architecture."""
+    """The engine of each role for a GPU architecture, one made for it before one that is compatible."""
     found: dict[str, EngineRecord | None] = {}
     for role in roles_of(manifest, layout):
         fitting = [
             engine
             for engine in manifest.engines
-            if (engine.role, engine.backend, engine.sm) == (role, backend, sm)
-            and engine.precision == precisions.get(role, engine.precision)
+            if (engine.role, engine.backend, engine.precision) == (role, backend, precisions[role])
+            and sm_fits(engine, sm)
         ]
-        found[role] = fitting[0] if fitting else None
+        found[role] = min(fitting, key=lambda engine: engine.sm != sm, default=None)
     return found
 
 
@@ -161,10 +162,45 @@ def role_precisions(manifest: Manifest, asked: Precision, layout: str) -> dict[s
     return {**chosen, names.ACCEPT: manifest.precision}
 
 
-def files(
-    folder: Path, manifest: Manifest, choice: Choice, precisions: Mapping[str, str], layout: str
-) -> dict[str, Path]:
-    """The file of each role that `choice` loads. Raises BundleError for what the bundle has not."""
+@dataclass(frozen=True)
+class Found:
+    """The file of each role that a choice loads. engines: what is known of those that are engines."""
+
+    files: Mapping[str, Path]
+    engines: tuple[EngineRecord, ...] = ()
+
+    def shape(self, manifest: Manifest, *, num_slots: int | None, chunk: int, max_drafts: int | None) -> Shape:
+        """Sizes of a loop, no larger than engines admit: what was asked for and is more is an EngineError.
+
+        num_slots, max_drafts: None, as many as there may be, and NUM_SLOTS at most.
+        """
+        asked = NUM_SLOTS if num_slots is None else num_slots
+        shape = Shape.of(manifest, num_slots=asked, chunk=chunk, max_drafts=max_drafts)
+        if not self.engines:
+            return shape
+        first = next(engine for engine in self.engines if engine.role in {names.STEP, names.TARGET})
+        prefill, verify = (profile.sizes["S"][-1] for profile in first.profiles)
+        slots = min(engine.max_batch for engine in self.engines)
+        for name, wanted, most, option in (
+            ("num_slots", num_slots, slots, "--max-batch"),
+            ("max_draft_tokens", max_drafts, verify - 1, "--block"),
+        ):
+            if wanted is not None and wanted > most:
+                raise EngineError(
+                    f"{name} is {wanted}, and the engines were compiled for at most {most}; ask for {most}, or run "
+                    f"`xpress-export compile` with a larger {option}"
+                )
+        logger.info("the engines admit %d slots, %d drafts, chunks of %d prompt tokens", slots, verify - 1, prefill)
+        return replace(
+            shape,
+            num_slots=min(shape.num_slots, slots),
+            num_drafts=min(shape.num_drafts, verify - 1),
+            chunk=min(chunk, prefill),
+        )
+
+
+def find(folder: Path, manifest: Manifest, choice: Choice, precisions: Mapping[str, str], layout: str) -> Found:
+    """What `choice` loads. Raises BundleError for what the bundle has not, PlanMismatchError for another machine's."""
     if choice.backend == ONNX_RUNTIME:
         graphs = {role: manifest.graph(role, precisions[role]) for role in roles_of(manifest, layout)}
         if missing := [role for role, graph in graphs.items() if graph is None]:
@@ -172,20 +208,20 @@ def files(
                 f"the bundle has no {' and no '.join(missing)} graph for the {layout} layout; "
                 f"build it again with `xpress-export build --layout {layout}`"
             )
-        return {role: folder / graph.file for role, graph in graphs.items() if graph is not None}
-    assert choice.index is not None
-    gpu = find_gpu(choice.index)
+        return Found({role: folder / graph.file for role, graph in graphs.items() if graph is not None})
+    gpu = find_gpu(choice.index or 0)
     engines = find_engines(manifest, choice.backend, gpu.sm if gpu else 0, precisions, layout)
     if missing := [role for role, engine in engines.items() if engine is None]:
         raise BundleError(
             f"the bundle has no {choice.backend} engine of {' and '.join(missing)} for {choice.name}; "
             f"run `xpress-export compile {folder}` on this machine"
         )
+    there = {role: engine for role, engine in engines.items() if engine is not None}
     version = _version(choice.backend)
-    for engine in engines.values():
-        if engine is not None and gpu is not None and version is not None:
+    for engine in there.values():
+        if gpu is not None and version is not None:
             check_loadable(engine, Running(choice.backend, version, gpu), folder)
-    return {role: folder / engine.file for role, engine in engines.items() if engine is not None}
+    return Found({role: folder / engine.file for role, engine in there.items()}, tuple(there.values()))
 
 
 def plan_of(

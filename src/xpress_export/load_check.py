@@ -58,7 +58,7 @@ def _differences(engine: EngineRecord, running: Running) -> Iterator[str]:
     elif not _version_fits(engine, running.version):
         how = " or a newer one of its major version" if engine.version_compatible else ""
         yield f"version is {engine.version}{how}, running {running.version}"
-    if not _sm_fits(engine, running.gpu.sm):
+    if not sm_fits(engine, running.gpu.sm):
         how = " or newer" if engine.hardware_compat == "ampere-plus" else ""
         yield f"sm is {engine.sm}{how}, running {running.gpu.sm} ({running.gpu.name})"
     if engine.driver is not None and running.gpu.driver is not None and running.gpu.driver < engine.driver:
@@ -72,7 +72,8 @@ def _version_fits(engine: EngineRecord, version: str) -> bool:
     return engine.version_compatible and built[0] == here[0] and here > built
 
 
-def _sm_fits(engine: EngineRecord, sm: int) -> bool:
+def sm_fits(engine: EngineRecord, sm: int) -> bool:
+    """Whether a plan may run on compute capability `sm`."""
     if engine.hardware_compat == "ampere-plus":
         return sm >= 80
     return sm == engine.sm
