@@ -106,6 +106,41 @@ def test_right_drafts_are_all_accepted_and_wrong_ones_never(
     assert result.stats.tau == tau
 
 
+@pytest.mark.parametrize("num_tokens", [2, BLOCK - 1, BLOCK + 2, 3 * BLOCK])
+def test_a_step_beyond_the_budget_is_cut(scripted_bundle: Any, stories: Any, num_tokens: int) -> None:
+    """Of drafts that are all right, in the middle of a step; counted as the host's loop counts it."""
+    bundle = scripted_bundle(stories[0].script([BLOCK] * len(stories[0].ids)))
+    found = []
+    for device in ("cpu", CpuDevice(1)):
+        with Runtime.open(bundle, device=device, num_slots=1) as runtime:
+            result = runtime.generate(stories[0].ids[:30], params(num_tokens, mode="dflash")).result()
+        assert list(result.token_ids) == stories[0].expected(30, num_tokens)
+        found.append((result.stats.num_draft_tokens, result.stats.acceptance_histogram))
+    assert found[0] == found[1]
+
+
+def test_a_refiner_is_told_the_same_by_host_and_device(scripted_bundle: Any, stories: Any) -> None:
+    """One that knows a token by the two before it: a step that the host decides has to hand on both."""
+    bundle = scripted_bundle(stories[0].script([0] * len(stories[0].ids), refiner=True))
+    taus = []
+    for device, logprobs in (("cpu", None), (CpuDevice(1), None), (CpuDevice(1), 0)):
+        with Runtime.open(bundle, device=device, num_slots=1) as runtime:
+            more = {"mode": "xpress", "refine_passes": BLOCK - 1, "logprobs": logprobs}
+            result = runtime.generate(stories[0].ids[:30], params(60, **more)).result()
+        assert list(result.token_ids) == stories[0].expected(30, 60)
+        taus.append(result.stats.tau)
+    assert taus[0] == taus[1] == taus[2] > 2
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_device_that_is_never_late_runs_no_cycle_for_nobody(
+    tiny_fused_bundle: Path, stories: Any, layout: str
+) -> None:
+    with open_resident(tiny_fused_bundle, layout) as runtime:
+        result = runtime.generate(stories[0].ids[:20], params(40)).result()
+        assert runtime.stats.num_cycles == result.stats.num_verify_steps
+
+
 def test_the_host_chooses_for_a_batch_with_a_sampled_request(
     resident: dict[str, Runtime], host: Runtime, stories: Any
 ) -> None:
