@@ -4,8 +4,9 @@
     build     each engine in a process of its own, into a file nobody reads yet
     commit    rename the files, then write the manifest; only then do the engines exist
 
-Plans are named after their cache key, so a new engine never overwrites the file of an old one: a kill at any moment
-leaves the bundle that was there, whole, and at most a file that the next compilation removes.
+Engines and reports are named after what is in them, so a new one never overwrites the file of an old one, not even
+of the same options: a kill at any moment leaves the bundle that was there, whole, and at most files that the next
+compilation removes.
 """
 
 from __future__ import annotations
@@ -225,14 +226,16 @@ def _commit(plan: BundlePlan, seen: Manifest, partials: Partials, built: list[Bu
         if _graphs(current) != _graphs(seen) or _weights(current) != _weights(seen):
             raise BundleError(f"{folder} was built again while its engines were compiled; compile them once more")
         records, files = [], []
-        for made in built:
-            engine = engines[made.role]
-            record = _record(plan, engine)
-            files += _put(folder, record, partials[made.role], made.report)
-            records.append(record)
-        manifest = _with_engines(current, records, files)
-        write_manifest(folder, manifest)
-        _remove_unlisted(folder, manifest)
+        try:
+            for made in built:
+                report = (json.dumps(made.report, indent=2) + "\n").encode()
+                record = _record(plan, engines[made.role], report)
+                files += _put(folder, record, partials[made.role], made.report["plan"], report)
+                records.append(record)
+            manifest = _with_engines(current, records, files)
+            write_manifest(folder, manifest)
+        finally:
+            _remove_unlisted(folder, read_manifest(folder))
     return manifest
 
 
@@ -244,26 +247,25 @@ def _weights(manifest: Manifest) -> set[FileRecord]:
     return {file for file in manifest.files if not file.path.startswith(f"{ENGINES_FOLDER}/")}
 
 
-def _put(folder: Path, record: EngineRecord, partial: Path, report: dict[str, Any]) -> list[FileRecord]:
-    """Give plan and report their names; returns what the manifest says of them."""
-    text = (json.dumps(report, indent=2) + "\n").encode()
+def _put(folder: Path, record: EngineRecord, partial: Path, plan: dict[str, Any], report: bytes) -> list[FileRecord]:
+    """Give a plan and its report their names; returns what the manifest says of them."""
     report_partial = folder / ENGINES_FOLDER / f".{Path(record.report).name}.partial-{os.getpid()}"
-    report_partial.write_bytes(text)
+    report_partial.write_bytes(report)
     for source, name in ((partial, record.file), (report_partial, record.report)):
         if not source.exists():
             raise EngineBuildError(f"{source} has gone while it was built; is the bundle being removed?")
         sync(source)
         source.replace(folder / name)
     sync(folder / ENGINES_FOLDER)
-    plan = report["plan"]
     return [
         FileRecord(path=record.file, num_bytes=plan["num_bytes"], sha256=plan["sha256"]),
-        FileRecord(path=record.report, num_bytes=len(text), sha256=hashlib.sha256(text).hexdigest()),
+        FileRecord(path=record.report, num_bytes=len(report), sha256=hashlib.sha256(report).hexdigest()),
     ]
 
 
-def _record(plan: BundlePlan, engine: EnginePlan) -> EngineRecord:
+def _record(plan: BundlePlan, engine: EnginePlan, report: bytes) -> EngineRecord:
     o = plan.options
+    name = f"{ENGINES_FOLDER}/{engine.name}.{hashlib.sha256(report).hexdigest()[:12]}"  # it names the plan's hash
     return EngineRecord(
         role=engine.role,
         platform=o.platform,
@@ -280,8 +282,8 @@ def _record(plan: BundlePlan, engine: EnginePlan) -> EngineRecord:
         hardware_compat=o.hardware_compat,
         version_compatible=o.version_compatible,
         profiles=engine.profiles,
-        file=f"{ENGINES_FOLDER}/{engine.name}.plan",
-        report=f"{ENGINES_FOLDER}/{engine.name}.build.json",
+        file=f"{name}.plan",
+        report=f"{name}.build.json",
         cache_key=engine.key,
     )
 

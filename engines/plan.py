@@ -245,7 +245,7 @@ def _plan_engine(
         profiles=profiles,
         weight_bytes=_weight_bytes(manifest, role, precision, graph),
         key=key,
-        name=f"{role}.{options.platform}.{precision}.{key[:12]}",
+        name=f"{role}.{options.platform}.{precision}",
     )
 
 

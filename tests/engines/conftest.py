@@ -105,7 +105,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Library]:
 
 
 class Builds:
-    """Stands in for the worker: writes a plan that depends on the job, and counts."""
+    """Stands in for the worker: counts, and writes plans that depend on the job; as with the real one, no two alike."""
 
     def __init__(self) -> None:
         self.jobs: list[BuildJob] = []
@@ -115,7 +115,7 @@ class Builds:
         self.jobs.append(job)
         self.before()
         listener("Building engine", 0.5)
-        plan = f"{job.role} {job.sm} {job.profiles} {job.opt_level}".encode()
+        plan = f"{job.role} {job.sm} {job.profiles} {job.opt_level} {'-' * len(self.jobs)}".encode()
         job.plan.write_bytes(plan)
         return BuildResult(
             version="1.7.1.116",
