@@ -329,10 +329,9 @@ class Mixer(nn.Module):
         self.folded = weight if folded else None
 
     def forward(self, a: Tensor) -> Tensor:
-        slots = torch.arange(a.shape[1], device=a.device)
         weight = self.folded if self.L is None else fold_mixer(self.L)
         assert weight is not None
-        weight = weight.index_select(1, slots).index_select(2, slots)  # a shorter block uses the leading slots
+        weight = weight[:, : a.shape[1], : a.shape[1]]  # a shorter block uses the leading slots
         return (weight @ a.permute(2, 1, 0)).permute(2, 1, 0)  # (r, N, N) @ (r, N, B)
 
 
@@ -366,8 +365,8 @@ class Refiner(nn.Module):
         latent = self.w1(previous_ids)
         if draft_hidden is None or self.config.kind == "markov":
             return self.w2(latent[:, self.first_slot :])  # type: ignore[no-any-return]
-        pooled = draft_hidden.mean(dim=1, keepdim=True).expand_as(draft_hidden)
-        a = self.in_proj(torch.cat((self.down_h(draft_hidden), self.down_g(pooled), latent), dim=-1))
+        pooled = self.down_g(draft_hidden.mean(dim=1, keepdim=True)).expand_as(latent)
+        a = self.in_proj(torch.cat((self.down_h(draft_hidden), pooled, latent), dim=-1))
         x = self.mix(a)
         return self.w2((x + self.mlp(x))[:, self.first_slot :])  # type: ignore[no-any-return]
 

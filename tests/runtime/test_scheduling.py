@@ -19,6 +19,7 @@ from xpress_export.errors import ClosedError, EngineError, QueueFullError, Reque
 from xpress_export.runtime import Generation, Runtime, SamplingParams
 from xpress_export.runtime.backend import Call
 from xpress_export.runtime.decode import Decoder
+from xpress_export.runtime.stats import Stats
 
 MODES = ("target", "dflash", "xpress", None)
 
@@ -27,6 +28,15 @@ MODES = ("target", "dflash", "xpress", None)
 def runtime(tiny_bundle: Path) -> Iterator[Runtime]:
     with Runtime.open(tiny_bundle, num_threads=1, num_slots=8, prefill_chunk=16) as opened:
         yield opened
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many slots each cycle of the test was for."""
+    counts: list[int] = []
+    cycle = Decoder.cycle
+    monkeypatch.setattr(Decoder, "cycle", lambda self, slots: (counts.append(len(slots)), cycle(self, slots))[1])
+    return counts
 
 
 def wait_until_idle(runtime: Runtime) -> None:
@@ -79,28 +89,16 @@ def test_200_requests_on_8_slots_equal_each_one_alone(
                 assert result.stats.acceptance_histogram == expected.stats.acceptance_histogram
 
 
-def test_slots_fill_up_and_the_rest_waits_in_line(runtime: Runtime, stories: Any) -> None:
-    started: list[int] = []
-    submitted, handles = [], []
-    for _ in range(20):
-        submitted.append(1e3 * time.perf_counter())
-        handles.append(greedy(runtime, stories[0], 20, 30, mode="target"))
-    threads = [
-        threading.Thread(target=lambda i=i, handle=handle: (next(handle), started.append(i)))
-        for i, handle in enumerate(handles)
-    ]
-    for thread in threads:
-        thread.start()
-    most = 0
-    while runtime.stats.num_running or runtime.stats.num_waiting:
-        most = max(most, runtime.stats.num_running)
-        time.sleep(0.001)
-    for thread in threads:
-        thread.join()
-    assert most == 8
-    begun = [start + handle.stats.ttft_ms for start, handle in zip(submitted, handles, strict=True)]
-    assert begun == sorted(begun), "first come, first served"
-    assert all(list(handle.result().token_ids) == stories[0].expected(20, 30) for handle in handles)
+def test_slots_fill_up_and_the_rest_waits_in_line(
+    runtime: Runtime, stories: Any, at_once: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served: list[Stats] = []
+    first = Decoder.first
+    monkeypatch.setattr(Decoder, "first", lambda self, slot: (served.append(slot.stats), first(self, slot))[1])
+    handles = [greedy(runtime, stories[0], 20, 60, mode="target") for _ in range(20)]
+    assert all(list(handle.result().token_ids) == stories[0].expected(20, 60) for handle in handles)
+    assert max(at_once) == 8
+    assert [id(stats) for stats in served] == [id(handle.stats) for handle in handles], "first come, first served"
 
 
 def test_a_long_prompt_is_read_in_chunks_between_the_cycles_of_others(
@@ -218,19 +216,16 @@ def test_the_queue_is_bounded_where_asked(tiny_bundle: Path, stories: Any) -> No
         assert list(greedy(small, stories[1], 3, 4).result().token_ids) == stories[1].expected(3, 4)
 
 
-def test_requests_are_admitted_by_kv_memory(tiny_bundle: Path, stories: Any) -> None:
+def test_requests_are_admitted_by_kv_memory(tiny_bundle: Path, stories: Any, at_once: list[int]) -> None:
     """A budget of 300 rows: one request of 200 rows runs alone, five of 60 together."""
     with Runtime.open(tiny_bundle, num_threads=1) as opened:
         per_row = opened.stats.kv_bytes // (opened.stats.num_slots * opened.stats.kv_capacity)
     with Runtime.open(tiny_bundle, num_threads=1, kv_budget_bytes=300 * per_row) as small:
         for num_tokens, together in ((180, 1), (40, 5)):
+            at_once.clear()
             handles = [greedy(small, stories[0], 20, num_tokens, mode="target") for _ in range(7)]
-            most = 0
-            while small.stats.num_running or small.stats.num_waiting:
-                most = max(most, small.stats.num_running)
-                time.sleep(0.0005)
-            assert most == together
             assert all(list(h.result().token_ids) == stories[0].expected(20, num_tokens) for h in handles)
+            assert max(at_once) == together
         with pytest.raises(
             RequestError, match=r"come to 301 tokens, but the KV budget of \d+ bytes holds 300"
         ) as caught:
