@@ -57,7 +57,7 @@ bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/cpu_decode.py $(BUNDLE)
 
 matrix: $(VENV)/.dev
-	$(BIN)/xpress-export build --preset smollm2-135m --precision fp16 --out bundles/matrix
+	$(BIN)/xpress-export build --preset smollm2-135m --precision fp16 --layout fused --out bundles/matrix
 	$(BIN)/xpress-export calibrate bundles/matrix --samples 8
 	$(BIN)/xpress-export quantize bundles/matrix --precision int8 --smoothquant 0.8
 	$(BIN)/xpress-export quantize bundles/matrix --precision fp8

@@ -50,7 +50,7 @@ def matrix(bundles: Sequence[Path], sms: Sequence[int]) -> None:
         manifest = read_manifest(bundle)
         context = min(MAX_CONTEXT, manifest.max_context)
         for precision in dict.fromkeys((manifest.precision, *(variant.precision for variant in manifest.variants))):
-            roles = tuple(role for role in manifest.roles if precision in manifest.precisions(role))
+            roles = tuple(r for r in (*manifest.roles, names.ACCEPT) if precision in manifest.precisions(r))
             layouts = {names.LAYOUT_SPLIT: roles}
             if names.STEP in manifest.cycle and precision in manifest.precisions(names.STEP):
                 layouts[names.LAYOUT_FUSED] = (names.STEP,)

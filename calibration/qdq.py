@@ -5,9 +5,9 @@
                              MatMul(x, DQ(codes of W))              weight only
 
 One Q and one DQ per activation, however many products read it; nothing else is touched, so no Q/DQ is stranded on a
-residual. The result is a standard ONNX graph of the opset it had. Codes lie in a data file of their own, everything
-else stays where the original has it: embedding and head are never stored twice. Peak memory is a few copies of the
-largest quantized matrix.
+residual. The result is a standard ONNX graph of the opset it had, or of the one that INT4 needs. Codes lie in a data
+file of their own, everything else stays where the original has it: embedding and head are never stored twice. Peak
+memory is a few copies of the largest quantized matrix.
 """
 
 from __future__ import annotations
@@ -92,6 +92,8 @@ def write_variant(
     for name, value in list(graph.initializers.items()):
         if not value.uses() and not value.is_graph_output():
             del graph.initializers[name]
+    if recipe.precision == "int4-weight" and graph.opset_imports[""] < names.INT4_OPSET:
+        graph.opset_imports[""], model.ir_version = names.INT4_OPSET, names.INT4_IR_VERSION
     ir.save(model, data.folder / f"{stem}.onnx")
     initializers = [value.const_value for value in graph.initializers.values()]
     files = {str(const.location) for const in initializers if isinstance(const, ir.ExternalTensor)}

@@ -9,12 +9,13 @@ all of these in TensorRT-RTX              1.0       asked of tensorrt-rtx 1.7.1'
 MatMulInteger, DynamicQuantizeLinear      never     asked of tensorrt-rtx 1.7.1's parser: no importer
 operators of other domains                never     they need a plugin; bundles have none
 opset up to 20                            10.0      onnx-tensorrt docs/operators.md, 10.0 to 10.3
+opset 21, for the sake of INT4            10.0      the same lists INT4 in DequantizeLinear, which ONNX has from 21 on
 opset up to 24                            10.15     TensorRT ONNX opset guide (11.x: up to 25)
 """
 
 from __future__ import annotations
 
-from xpress_export import platforms
+from xpress_export import names, platforms
 from xpress_export.engines.onnx_file import Operators
 from xpress_export.errors import PlatformError
 
@@ -36,7 +37,7 @@ SINCE = {
     "Attention": (10, 14),
     **dict.fromkeys(_SINCE_10_15, (10, 15)),
 }
-MAX_OPSET = (((10, 15), 24), ((10, 0), 20))
+MAX_OPSET = (((10, 15), 24), ((10, 0), names.INT4_OPSET))
 
 
 def check_operators(operators: Operators, backend: str, version: str, where: str) -> None:

@@ -123,9 +123,10 @@ class _Step:
 
     def _check_version(self, model: ir.Model, path: Path) -> None:
         version = (model.ir_version, model.graph.opset_imports[""])
-        if self._version not in {None, version}:
-            raise ExportError(f"{path} has opset {version[1]}, the graphs before it {self._version}: mixed lowerings")
-        self._version = version
+        before = self._version or version
+        if (version[1] > names.INT4_OPSET) != (before[1] > names.INT4_OPSET):
+            raise ExportError(f"{path} has opset {version[1]}, the graphs before it {before[1]}: mixed lowerings")
+        self._version = max(before, version)  # decomposed graphs differ where one has INT4 weights
 
     def _constant(self, name: str, value: ir.Value) -> ir.Value:
         """An initializer of the step with this content; parts share the ones they have in common."""

@@ -99,6 +99,9 @@ NEXT_WRITE_INDEX = "next_write_index"
 ACTIVATION_ZERO = "activation_zero_point"
 """Initializer of a quantized graph: the zero that all its activations are quantized with."""
 
+INT4_OPSET, INT4_IR_VERSION = 21, 10
+"""The first of ONNX with INT4, and with one scale for each block of a weight; between the two lowerings' opsets."""
+
 
 def past_key(layer: int) -> str:
     return f"past_key_{layer}"

@@ -78,8 +78,7 @@ def quantized_bundle(fused_bundle: Path, tmp_path_factory: pytest.TempPathFactor
     for precision in platforms.QUANTIZED:
         alpha = 0.6 if precision == "int8" else None
         quantize(folder, QuantizeOptions(precision=precision, smoothquant=alpha, include=("fc", "lm_head")))
-        if precision == "fp8":
-            add_steps(folder)  # of the two precisions so far
+    add_steps(folder)
     return folder
 
 

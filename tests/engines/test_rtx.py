@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+import onnx
 import pytest
 
 from xpress_export import names, platforms
@@ -46,6 +47,14 @@ def build(library: Library, bundle: Path, tmp_path: Path, role: str, **options: 
     return result
 
 
+def test_every_graph_is_valid_onnx(quantized_bundle: Path) -> None:
+    """Of every precision, in both lowerings, and of the step of each."""
+    files = sorted((quantized_bundle / "graphs").glob("*.onnx"))
+    assert len(files) == 2 * (5 + 4 * 3)  # four models and the step; in four precisions target, drafter and step
+    for path in files:
+        onnx.checker.check_model(path, full_check=True)
+
+
 @pytest.mark.parametrize(("precision", "sm"), MATRIX)
 def test_every_graph_builds(precision: str, sm: int, quantized_bundle: Path, rtx: Library, tmp_path: Path) -> None:
     for role in names.ROLES:
@@ -77,10 +86,13 @@ def test_decomposed_graphs_build(sm: int, quantized_bundle: Path, rtx: Library, 
         assert result.attention == 0 and (role == names.ACCEPT or result.flops["fp16"] > 0)
 
 
-def test_decomposed_int8_graphs_build(quantized_bundle: Path, rtx: Library, tmp_path: Path) -> None:
-    options = {"platform": "l4", "lowering": "decomposed", "precision": "int8"}
+@pytest.mark.parametrize(("precision", "platform"), [("int8", "l4"), ("int4-weight", "a100")])
+def test_decomposed_quantized_graphs_build(
+    precision: str, platform: str, quantized_bundle: Path, rtx: Library, tmp_path: Path
+) -> None:
+    options = {"platform": platform, "lowering": "decomposed", "precision": precision}
     result = build(rtx, quantized_bundle, tmp_path, names.TARGET, **options)
-    assert result.flops["int8"] / sum(result.flops.values()) > 0.9
+    assert result.flops[precision.replace("-weight", " weights")] / sum(result.flops.values()) > 0.9
 
 
 def test_float32_runs_without_fused_attention(tiny_bundle: Path, rtx: Library, tmp_path: Path) -> None:
