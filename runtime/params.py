@@ -48,10 +48,10 @@ class SamplingParams:
         logprobs: report the log-probability of each token, and of this many likeliest ones, under the target's own
             distribution, before any of the above.
     Speculation. It never changes what is generated at temperature 0, nor the distribution above 0.
-        mode: "target" (plain decoding), "dflash" (drafter) or "xpress" (drafter and refiner); None: the runtime
-            chooses at every step what is fastest by its own measurements.
+        mode: "target" (plain decoding), "dflash" (drafter) or "xpress" (drafter and refiner); None: where the host
+            decides, what is fastest at every step by the runtime's own measurements, elsewhere all that there is.
         refine_passes: Jacobi passes of the refiner, 0 to the number of draft tokens; None: the bundle's default.
-        num_draft_tokens: draft tokens verified per step, at most the block's; None: the whole block.
+        num_draft_tokens: draft tokens verified per step; None: in a mode that was asked for, as many as there may be.
         draft_sampling: above temperature 0, "greedy" proposes the likeliest tokens; "sampled" draws them, which is
             accepted more often at high temperatures, but makes the answer to a seed depend on the mode.
     """

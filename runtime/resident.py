@@ -7,6 +7,7 @@ One cycle, on one stream:
 
 and beside it, on a second stream, the committed tokens travel to pinned memory. The host enqueues cycle i, then reads
 what cycle i - 1 committed: it is one cycle late, and a request that has ended runs one cycle more, which nobody reads.
+A device that has finished when `enqueue` returns (`is_late` False) is heard at once.
 In a fused bundle the whole cycle is one graph, `step`.
 
 A request with a sampler needs the host: a batch that holds one stops after the target, the host chooses the tokens,

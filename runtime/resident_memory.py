@@ -1,4 +1,4 @@
-"""Everything a device-decided cycle works on, allocated once: state, reports, caches, scratch, uploads.
+"""Everything a device-decided cycle works on, allocated before it runs: state, reports, caches, scratch, uploads.
 
     state     ids [slots, 1 + n]   what the next verify step reads: anchor and draft tokens
               first_ids [slots, 1] its first column, for cycles without drafts

@@ -305,6 +305,27 @@ def test_streaming_and_json_give_the_same_text(tiny_bundle: Path) -> None:
         assert re.search(rf"tokens \(.+\), .+ tokens/s, tau .+\nmode {mode}, executed on CPU, bundle", streamed.err)
 
 
+def test_reports_name_the_device_that_ran(
+    tiny_bundle: Path, call: Callable[..., Done], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The CPU stands in for the GPU that a runtime was opened on."""
+    from xpress_export import cli_device
+    from xpress_export.runtime import devices
+    from xpress_export.runtime.device_cpu import CpuDevice
+
+    monkeypatch.setattr(devices, "choose", lambda *_: devices.Choice(2, "onnxruntime", "it was asked for"))
+    monkeypatch.setattr(devices, "open_device", lambda choice, threads: CpuDevice(threads))
+    monkeypatch.setattr(cli_device, "find_gpu", lambda index: Gpu(f"Test GPU {index}", 89, 580))
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "the target"}\n')
+    few = ("--max-new-tokens", "4")
+    assert "executed on cuda:2, Test GPU 2, bundle" in call("generate", tiny_bundle, "--prompt", "x", *few).err
+    assert (
+        call("eval", tiny_bundle, "--prompts", tmp_path / "prompts.jsonl", *few).out.find("on cuda:2, Test GPU 2") > 0
+    )
+    bench = call("bench", tiny_bundle, "--concurrency", "1", "--rounds", "1", "--requests", "1", "--json", *few)
+    assert json.loads(bench.out)["executed_on"] == "cuda:2, Test GPU 2"
+
+
 def test_a_prompt_is_the_same_from_everywhere(tiny_bundle: Path, tmp_path: Path) -> None:
     prompt = "the target 日本\n"
     (tmp_path / "prompt.txt").write_text(prompt, encoding="utf-8")

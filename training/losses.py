@@ -35,10 +35,6 @@ class LossMix:
         return self.tv > 0 or self.kl > 0
 
 
-DFLASH = LossMix()
-XPRESS = LossMix(tv=0.9, ce=0.1)
-
-
 def slot_weights(valid: Tensor, decay: float) -> Tensor:
     """Weights [..., J] of the predictions: exp(-k / decay) for the k-th of a block, 0 where invalid."""
     slot = torch.arange(valid.shape[-1], device=valid.device)

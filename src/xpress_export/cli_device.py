@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import click
 
 from xpress_export import names, platforms
+from xpress_export.gpu import find_gpu
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 BACKENDS = ("auto", platforms.ONNX_RUNTIME, platforms.TENSORRT, platforms.TENSORRT_RTX)
@@ -29,3 +30,11 @@ def device_options(command: Command) -> Command:
     for option in reversed(options):
         command = option(command)
     return command
+
+
+def executed_on(device: str) -> str:
+    """Where a runtime ran, for a reader. device: its `Runtime.device`."""
+    if device == "cpu":
+        return "CPU"
+    gpu = find_gpu(int(device.partition(":")[2] or 0))
+    return device if gpu is None else f"{device}, {gpu.name}"

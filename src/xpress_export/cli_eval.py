@@ -13,7 +13,7 @@ import click
 from rich.table import Table
 
 from xpress_export import console as ui
-from xpress_export.cli_device import device_options
+from xpress_export.cli_device import device_options, executed_on
 from xpress_export.cli_precision import PRECISION
 from xpress_export.precision import Precision
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 MODES = ("dflash", "markov", "xpress")
-EXECUTED = "executed on CPU, every mode gave the tokens of plain decoding"
+EXECUTED = "executed on {}, every mode gave the tokens of plain decoding"
 CHECKED = "computed by checking each draft against the target's own answers; no speed was measured"
 
 
@@ -64,8 +64,7 @@ def evaluate_command(
     """
     request = _Request(prompts, _modes(modes), _passes(refine_passes), **options)
     trios = _trios(paths, request)
-    rows = _of_trios(trios, request) if trios else _of_bundles(paths, request)
-    how = CHECKED if trios else EXECUTED
+    rows, how = (_of_trios(trios, request), CHECKED) if trios else _of_bundles(paths, request)
     how += f"; temperature {request.temperature:g}, seed {request.seed}" if request.temperature else "; greedy"
     if len(prompts) > 1:
         from xpress_export.runtime.evaluate import overall
@@ -156,7 +155,8 @@ def _open(bundle: Path, request: _Request) -> Runtime:
     )
 
 
-def _of_bundles(bundles: Sequence[Path], request: _Request) -> list[Row]:
+def _of_bundles(bundles: Sequence[Path], request: _Request) -> tuple[list[Row], str]:
+    """The rows, and where they come from."""
     from xpress_export.runtime.evaluate import arms_of, evaluate, read_prompts, tell_apart
 
     benchmarks = {path.stem: read_prompts(path, request.limit) for path in request.prompts}
@@ -164,7 +164,7 @@ def _of_bundles(bundles: Sequence[Path], request: _Request) -> list[Row]:
         progress = _progress()
         runtimes = [stack.enter_context(_open(bundle, request)) for bundle in bundles]
         arms = [arm for runtime in runtimes for arm in arms_of(runtime, request.modes, request.passes)]
-        return evaluate(
+        rows = evaluate(
             benchmarks,
             tell_apart(arms),
             request.max_new_tokens,
@@ -172,6 +172,8 @@ def _of_bundles(bundles: Sequence[Path], request: _Request) -> list[Row]:
             temperature=request.temperature,
             seed=request.seed,
         )
+        places = dict.fromkeys(executed_on(runtime.device) for runtime in runtimes)
+        return rows, EXECUTED.format(" and ".join(places))
 
 
 def _progress() -> ui.ConsoleProgress:

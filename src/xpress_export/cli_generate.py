@@ -16,7 +16,7 @@ import click
 
 from xpress_export import console as ui
 from xpress_export import names
-from xpress_export.cli_device import device_options
+from xpress_export.cli_device import device_options, executed_on
 from xpress_export.cli_precision import PRECISION
 from xpress_export.precision import Precision
 from xpress_export.progress import Advance
@@ -104,7 +104,7 @@ def _sampling_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option(
     "--mode",
     type=click.Choice(names.MODES),
-    help="Plain decoding, drafter, or drafter and refiner; the text is the same.  [default: what is measured fastest]",
+    help="Plain decoding, drafter, or drafter and refiner; the text is the same.  [default: the fastest, as measured]",
 )
 @click.option(
     "--refine-passes",
@@ -116,7 +116,7 @@ def _sampling_options(command: Callable[..., Any]) -> Callable[..., Any]:
     "--draft-tokens",
     type=click.IntRange(min=0),
     metavar="N",
-    help="Draft tokens verified per step.  [default: the whole block]",
+    help="Draft tokens verified per step.  [default: adaptive; with --mode, all]",
 )
 @click.option("--stop", type=UTF8, multiple=True, metavar="S", help="End before this text; may be repeated.")
 @click.option("--ignore-eos", is_flag=True, help="Do not end at the model's stop tokens.")
@@ -257,7 +257,7 @@ def _report_stats(bundle: Path, runtime: Any, generation: Any) -> None:
     speed = f", {stats.tokens_per_s:.1f} tokens/s, tau {stats.tau:.2f} (tokens per target step)"
     err.print(f"\n{stats.num_generated_tokens} tokens ({why}){speed if stats.num_verify_steps else ''}", style="dim")
     seed = "" if stats.seed is None else f"seed {stats.seed}, "
-    err.print(f"mode {stats.mode}, {seed}executed on CPU, bundle {bundle}", style="dim")
+    err.print(f"mode {stats.mode}, {seed}executed on {executed_on(runtime.device)}, bundle {bundle}", style="dim")
     if stats.mode != names.MODE_TARGET:
         warn_untrained(runtime.manifest)
 

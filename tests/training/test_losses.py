@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from xpress_export.training.losses import DFLASH, XPRESS, LossMix, head_loss, slot_weights
+from xpress_export.training.losses import LossMix, head_loss, slot_weights
 
 ROWS, HIDDEN, VOCAB, RANK = 7, 5, 11, 3
+DFLASH, XPRESS = LossMix(), LossMix(tv=0.9, ce=0.1)
 MIXES = [DFLASH, XPRESS, LossMix(tv=0.0, ce=0.5, kl=0.5), LossMix(tv=0.3, ce=0.2, kl=0.5)]
 
 
