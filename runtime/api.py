@@ -141,9 +141,9 @@ class Runtime:
                 graphs = _load(pool, lambda path, role: Graph(path, role, num_threads), models)
                 decoder: Decoder | ResidentDecoder = host_decoder(folder, manifest, graphs, shape)
             else:
-                opened = given or devices.open_device(choice, num_threads)
+                opened = given or devices.open_device(choice, num_threads, found.engines)
                 stack.callback(opened.close)
-                devices.require_memory(manifest, opened, choice, precision, layout, shape)
+                devices.require_memory(manifest, opened, choice, found, precision, layout, shape)
                 decoder = ResidentDecoder(opened, _load(pool, opened.load, found.files), shape)
             intact.result()  # nothing of a damaged bundle is returned
             sizes = {"num_slots": shape.num_slots, "prefill_chunk": shape.chunk}
@@ -151,6 +151,11 @@ class Runtime:
             runtime = cls(manifest, codec.result(), decoder, device=choice.name, layout=layout, **sizes, **queue)
             stack.pop_all()  # what was opened is the runtime's now
         return runtime
+
+    @property
+    def max_context(self) -> int:
+        """Most tokens of a request, prompt and answer together: the bundle's, or what its engines were compiled for."""
+        return self._max_context
 
     @property
     def modes(self) -> tuple[str, ...]:
@@ -246,13 +251,15 @@ class Runtime:
 
     def _plan(self, num_prompt: int, params: SamplingParams) -> Plan:
         self._check_device(params)
-        context = self._max_context
+        context = self.max_context
         if num_prompt == 0:
             raise RequestError("the prompt is empty", "prompt")
         if num_prompt >= context:
+            of_engines = context < self.manifest.max_context
+            whose, change = ("the engines", "compile") if of_engines else ("this bundle", "rebuild")
             raise RequestError(
-                f"the prompt has {num_prompt} tokens and the context of this bundle {context}, "
-                f"which must also hold at least one new token; shorten it or rebuild with a larger --max-context",
+                f"the prompt has {num_prompt} tokens and the context of {whose} {context}, "
+                f"which must also hold at least one new token; shorten it or {change} with a larger --max-context",
                 "prompt",
             )
         room = context - num_prompt

@@ -18,6 +18,7 @@ ratios are taken within a round. Greedy: every cell generates the same tokens, a
 from __future__ import annotations
 
 import asyncio
+import logging
 import resource
 import statistics
 import subprocess
@@ -43,6 +44,7 @@ ADAPTIVE = "adaptive"
 STAGES = ("draft", "refine", "verify", "host")
 _TIMES = ("prefill_ms", "draft_ms", "refine_ms", "verify_ms", "host_ms")
 _COUNTS = ("num_cycles", "num_verify_steps", "num_draft_tokens", "num_accepted", "num_generated_tokens")
+CONCURRENCY = (1, 2, 4, 8)
 _NUM_IMPORTS = 5
 _WARM_UP_TOKENS = 16
 PROMPTS = (
@@ -56,16 +58,19 @@ PROMPTS = (
     "List five facts about the planet Mars.",
 )
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions:
     """modes: of target, dflash, xpress and adaptive; None: all that the bundle has. Plain decoding always runs.
 
-    num_requests: of each cell; None: one per prompt, and no fewer than the largest concurrency.
+    concurrency: clients at a time; None: CONCURRENCY, as far as engines admit. num_requests: of each cell; None: one
+    per prompt, and no fewer than the largest concurrency.
     """
 
     modes: Sequence[str] | None = None
-    concurrency: Sequence[int] = (1, 2, 4, 8)
+    concurrency: Sequence[int] | None = None
     prompts: Sequence[str] = PROMPTS
     num_requests: int | None = None
     max_new_tokens: int = 64
@@ -79,7 +84,7 @@ class BenchOptions:
     max_draft_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        if not self.concurrency or min(self.concurrency) < 1:
+        if self.concurrency is not None and min(self.concurrency, default=0) < 1:
             raise RequestError(f"concurrency must be at least 1, got {list(self.concurrency)}", "concurrency")
         if not self.prompts:
             raise RequestError("there are no prompts to send", "prompts")
@@ -150,8 +155,9 @@ class Row:
 
 @dataclass
 class BenchReport:
-    """Everything `bench` found. same_tokens: whether every cell generated the same answers."""
+    """Everything `bench` found. device: where. same_tokens: whether every cell generated the same answers."""
 
+    device: str
     startup: Startup
     rows: list[Row]
     num_requests: int
@@ -171,19 +177,19 @@ def bench(
     tracer: gets a timeline of one more run of every cell, after the measurement, which it would slow down.
     """
     progress = progress or Silent()
-    slots = max(options.concurrency)
     with progress.step("Importing the runtime in new processes", expected_s=2):
         import_s = min(_import_s() for _ in range(_NUM_IMPORTS))
     with progress.step("Opening the bundle", expected_s=3):
-        runtime, read_s, open_s = _open(folder, slots, options)
+        runtime, read_s, open_s = _open(folder, options)
     with runtime:
         modes = _modes(runtime, options.modes)
-        jobs = _jobs(options)
-        counts = sorted(set(options.concurrency))  # modes to compare run side by side
+        counts = _counts(options.concurrency, runtime.stats.num_slots)  # modes to compare run side by side
+        most = counts[-1]
+        jobs = _jobs(options, most)
         cells: dict[tuple[str, int], list[Cell]] = {(mode, count): [] for count in counts for mode in modes}
         with progress.step("Measuring", total=(options.rounds + 1) * len(cells)) as advance:
             for mode, concurrency in cells:
-                run_cell(runtime, mode, concurrency, jobs[:slots], min(_WARM_UP_TOKENS, options.max_new_tokens), False)
+                run_cell(runtime, mode, concurrency, jobs[:most], min(_WARM_UP_TOKENS, options.max_new_tokens), False)
                 advance(1)
             for key in _order(list(cells), options.rounds):
                 cells[key].append(run_cell(runtime, *key, jobs, options.max_new_tokens, options.ignore_eos))
@@ -192,6 +198,7 @@ def bench(
             _trace(runtime, list(cells), jobs, options, tracer)
     every = [cell.outputs for found in cells.values() for cell in found]
     return BenchReport(
+        device=runtime.device,
         startup=Startup(import_s, read_s, open_s),
         rows=[_row(mode, concurrency, cells) for mode, concurrency in cells],
         num_requests=len(jobs),
@@ -257,7 +264,7 @@ async def _client(runtime: Runtime, params: SamplingParams, jobs: Iterator[tuple
         cell.outputs[number] = tuple(generation.token_ids)
 
 
-def _open(folder: Path, num_slots: int, options: BenchOptions) -> tuple[Runtime, float, float]:
+def _open(folder: Path, options: BenchOptions) -> tuple[Runtime, float, float]:
     """The runtime, seconds to read and check its files, seconds for the rest."""
     started = read = time.perf_counter()
 
@@ -268,7 +275,7 @@ def _open(folder: Path, num_slots: int, options: BenchOptions) -> tuple[Runtime,
     runtime = Runtime.open(
         folder,
         precision=options.precision,
-        num_slots=num_slots,
+        num_slots=None if options.concurrency is None else max(options.concurrency),
         num_threads=options.num_threads,
         device=options.device,
         backend=options.backend,
@@ -297,8 +304,22 @@ def _modes(runtime: Runtime, asked: Sequence[str] | None) -> list[str]:
     return list(dict.fromkeys([names.MODE_TARGET, *wanted]))
 
 
-def _jobs(options: BenchOptions) -> list[str]:
-    num = options.num_requests or max(len(options.prompts), *options.concurrency)
+def _counts(asked: Sequence[int] | None, num_slots: int) -> list[int]:
+    """Numbers of clients, ascending: what was asked for, else as many of the usual ones as have a slot each."""
+    if asked is not None:
+        return sorted(set(asked))
+    counts = [count for count in CONCURRENCY if count <= num_slots]
+    if len(counts) < len(CONCURRENCY):
+        logger.warning(
+            "the engines admit %d at a time: measuring concurrency %s of %s; for more, run `xpress-export compile` "
+            "with a larger --max-batch",
+            *(num_slots, ",".join(map(str, counts)), ",".join(map(str, CONCURRENCY))),
+        )
+    return counts
+
+
+def _jobs(options: BenchOptions, most_clients: int) -> list[str]:
+    num = options.num_requests or max(len(options.prompts), most_clients)
     return [options.prompts[i % len(options.prompts)] for i in range(num)]
 
 

@@ -3,7 +3,7 @@
     Cuda.call(function, *args, what=...)    any function of the API; the status becomes an error that says what for
     allocate, free                          device memory, aligned to 256 bytes; pinned memory, as a numpy array too
     copy                                    between buffers of any strides, in as few calls as they allow
-    capture, launch                         what is enqueued on a stream, recorded once and launched again
+    capture                                 what is enqueued on a stream, recorded once as a graph to launch
 
 The API is `cuda.bindings.runtime`, imported when the first `Cuda` is made. A status that means that this process cannot
 use the GPU any more (CUDA Runtime API, "Error types": "the process must be terminated and relaunched") raises

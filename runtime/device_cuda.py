@@ -100,9 +100,6 @@ class CudaStream(Stream):
     # Work that repeats
 
     def repeat(self, key: Hashable, enqueue: Callable[[], None]) -> None:
-        if not self._device.captures:
-            enqueue()
-            return
         work = self._repeated.pop(key, None)
         if work is None:
             work = self._warm_up(enqueue)
@@ -188,10 +185,9 @@ class _Span:
 class CudaDevice(Device):
     """A GPU. index: its number.
 
-    backend: onnxruntime, tensorrt or tensorrt-rtx. captures: use CUDA graphs. timed: measure, for `take_spent`, what
-    each label takes on the GPU; events cost, so only to look at it. ranges: show labels in Nsight Systems, through the
-    package nvtx. host_code: let TensorRT run host code that a version-compatible plan brings along; only for plans of
-    one's own. api, library: what stands in for `cuda.bindings.runtime` and the backend's module.
+    backend: onnxruntime, tensorrt or tensorrt-rtx. ranges: show labels in Nsight Systems, through the package nvtx.
+    host_code: let TensorRT run host code that a version-compatible plan brings along; only for plans of one's own. api,
+    library: what stands in for `cuda.bindings.runtime` and the backend's module.
     """
 
     def __init__(
@@ -199,20 +195,18 @@ class CudaDevice(Device):
         index: int,
         backend: str,
         *,
-        captures: bool = True,
-        timed: bool = False,
         ranges: bool = False,
         host_code: bool = False,
         api: Any = None,
         library: Any = None,
     ) -> None:
-        self.name, self.backend, self.captures = f"cuda:{index}", backend, captures
+        self.name, self.backend = f"cuda:{index}", backend
         self.cuda = Cuda(index, api)
         self.cuda.call("cudaFree", 0, what="opening it")  # creates this GPU's context in the process
         self._memories: set[_DeviceMemory] = set()
         self._streams: dict[str, CudaStream] = {}
         self._events: list[CudaEvent] = []
-        self._timed, self._spans, self._spare = timed, deque[_Span](), list[Any]()
+        self._spans, self._spare = deque[_Span](), list[Any]()
         self._zero, self._zero_s = None, 0.0
         self._annotate = _annotate() if ranges else None
         self.compute = self._new_stream(COMPUTE)
@@ -274,9 +268,7 @@ class CudaDevice(Device):
         with contextlib.ExitStack() as stack:
             if self._annotate is not None:
                 stack.enter_context(self._annotate(label))
-            if (
-                not (self._timed or self.tracer) or stream.is_capturing
-            ):  # an event in a graph has no time that the host could read
+            if self.tracer is None or stream.is_capturing:  # an event in a graph has no time that the host could read
                 yield
                 return
             start = self._mark(stream)
@@ -306,7 +298,7 @@ class CudaDevice(Device):
         return event
 
     def take_spent(self) -> dict[str, float]:
-        """Milliseconds on the GPU, by label, of what has completed since the last call; {} unless timed or traced."""
+        """Milliseconds on the GPU, by label, of what has completed since the last call; {} unless traced."""
         spent: dict[str, float] = {}
         while self._spans and self.cuda.has_passed(self._spans[0].end):
             span = self._spans.popleft()

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from xpress_export import names
 from xpress_export.errors import BundleError, EngineError, MissingDependencyError, RequestError
@@ -169,13 +169,21 @@ class Found:
     files: Mapping[str, Path]
     engines: tuple[EngineRecord, ...] = ()
 
-    def shape(self, manifest: Manifest, *, num_slots: int | None, chunk: int, max_drafts: int | None) -> Shape:
+    def shape(
+        self,
+        manifest: Manifest,
+        *,
+        num_slots: int | None,
+        chunk: int,
+        max_drafts: int | None,
+        max_context: int | None = None,
+    ) -> Shape:
         """Sizes of a loop, no larger than engines admit: what was asked for and is more is an EngineError.
 
-        num_slots, max_drafts: None, as many as there may be, and NUM_SLOTS at most.
+        num_slots, max_drafts: None, as many as there may be, and NUM_SLOTS at most. max_context: None, the bundle's.
         """
         asked = NUM_SLOTS if num_slots is None else num_slots
-        shape = Shape.of(manifest, num_slots=asked, chunk=chunk, max_drafts=max_drafts)
+        shape = Shape.of(manifest, num_slots=asked, chunk=chunk, max_drafts=max_drafts, max_context=max_context)
         if not self.engines:
             return shape
         first = next(engine for engine in self.engines if engine.role in {names.STEP, names.TARGET})
@@ -225,34 +233,41 @@ def find(folder: Path, manifest: Manifest, choice: Choice, precisions: Mapping[s
 
 
 def plan_of(
-    manifest: Manifest, choice: Choice, precision: Precision, layout: str, *, sizes: Mapping[str, Any]
+    manifest: Manifest, choice: Choice, found: Found, precision: Precision, layout: str, shape: Shape
 ) -> MemoryPlan:
-    """What a bundle takes where `choice` runs it. sizes: num_slots, prefill_chunk and the like, of `plan_memory`."""
+    """What a bundle takes where `choice` runs what was found, in a loop of these sizes."""
     from xpress_export.runtime import memory_plan
 
-    kind = memory_plan.CPU if choice.index is None else memory_plan.CUDA
-    options: dict[str, Any] = {"device_kind": kind, "backend": choice.backend, "precision": precision, "layout": layout}
-    return memory_plan.plan_memory(manifest, **options, **sizes)
+    return memory_plan.plan_memory(
+        manifest,
+        device_kind=memory_plan.CPU if choice.index is None else memory_plan.CUDA,
+        backend=choice.backend,
+        precision=precision,
+        layout=layout,
+        shape=shape,
+        engines=found.engines,
+    )
 
 
 def require_memory(
-    manifest: Manifest, device: Device, choice: Choice, precision: Precision, layout: str, shape: Shape
+    manifest: Manifest, device: Device, choice: Choice, found: Found, precision: Precision, layout: str, shape: Shape
 ) -> None:
     """Refuse, with the numbers, what will not fit a device that knows how much is free. Raises EngineError."""
     if (memory := device.memory_info()) is None:
         return
     from xpress_export.runtime.memory_plan import refuse_if_too_large
 
-    sizes = {"num_slots": shape.num_slots, "prefill_chunk": shape.chunk, "max_draft_tokens": shape.num_drafts or None}
-    refuse_if_too_large(plan_of(manifest, choice, precision, layout, sizes=sizes), memory[0])
+    refuse_if_too_large(plan_of(manifest, choice, found, precision, layout, shape), memory[0])
 
 
-def open_device(choice: Choice, num_threads: int | None) -> Device:
-    """The device of a choice, ready to load graphs."""
+def open_device(choice: Choice, num_threads: int | None, engines: Sequence[EngineRecord] = ()) -> Device:
+    """The device of a choice, ready to load graphs. engines: those it will load; version-compatible ones carry code of
+    their own for the host to run, which is allowed only for them.
+    """
     if choice.index is None:
         return CpuDevice(num_threads)
     try:
         from xpress_export.runtime.device_cuda import open_cuda
     except ImportError as err:
         raise MissingDependencyError("cuda-bindings", "run on a GPU", "cuda") from err
-    return open_cuda(choice.index, choice.backend)
+    return open_cuda(choice.index, choice.backend, host_code=any(engine.version_compatible for engine in engines))

@@ -11,14 +11,16 @@
                                                                          scores in float32
     context       what CUDA and its libraries take for themselves        estimated: 400 MiB
 
-Nothing is asked of a device. What the loop allocates is exact because `ResidentDecoder` itself allocates it, from the
-shapes in the manifest.
+Nothing is asked of a device. Where the device decides, what the loop allocates is exact, because `ResidentDecoder`
+itself allocates it, from the shapes in the manifest. On CPU in the split layout the host decides (`decode`), and its
+memory (`slots`) is about as large: there all of it is an estimate. Caches that no engine fixes begin at 256 rows and
+grow with requests, so a plan is the most that they come to.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +36,7 @@ from xpress_export.records import EngineRecord, GraphRecord
 from xpress_export.runtime import devices
 from xpress_export.runtime.device import Array, Bound, Buffer, Device, Event, Memory, Program, Stream
 from xpress_export.runtime.resident import ResidentDecoder
-from xpress_export.runtime.resident_memory import Shape
+from xpress_export.runtime.resident_memory import ResidentMemory, Shape
 
 CPU, CUDA = "cpu", "cuda"
 PINNED = "pinned"
@@ -55,7 +57,7 @@ class MemoryItem:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """free_bytes, total_bytes: of the device, where they are known."""
+    """shape: of the loop; max_context: of a request. free_bytes, total_bytes: of the device, where they are known."""
 
     device_kind: str
     backend: str
@@ -70,6 +72,11 @@ class MemoryPlan:
     def device_bytes(self) -> int:
         """All of it but pinned memory, which is the host's."""
         return sum(item.num_bytes for item in self.items if item.kind != PINNED)
+
+    @property
+    def grows_on_demand(self) -> bool:
+        """Whether it is no more than what requests may come to, and opening refuses nothing: so it is on a CPU."""
+        return self.device_kind == CPU
 
     @property
     def pinned_bytes(self) -> int:
@@ -109,6 +116,7 @@ class MemoryPlan:
             ],
             "device_bytes": self.device_bytes,
             "pinned_bytes": self.pinned_bytes,
+            "grows_on_demand": self.grows_on_demand,
             "free_bytes": self.free_bytes,
             "total_bytes": self.total_bytes,
         }
@@ -124,29 +132,23 @@ def plan_memory(
     device_kind: str,
     backend: str,
     precision: Precision = None,
-    layout: str | None = None,
-    num_slots: int,
-    prefill_chunk: int,
-    max_context: int | None = None,
-    max_draft_tokens: int | None = None,
-    sm: int | None = None,
+    layout: str,
+    shape: Shape,
+    engines: Sequence[EngineRecord] = (),
 ) -> MemoryPlan:
-    """What a bundle takes. device_kind: cpu or cuda. max_context: None, the bundle's.
+    """What a bundle takes. device_kind: cpu or cuda. engines: what is loaded in place of graphs, one for each role.
 
-    sm: the GPU architecture whose engines count, None: any that the bundle has. Raises BundleError for graphs or
-    engines that it has not.
+    Raises BundleError for graphs that it has not.
     """
-    layout = layout or manifest.layout
     precisions = devices.role_precisions(manifest, precision, layout)
     roles = devices.roles_of(manifest, layout)
     graphs = {role: _graph(manifest, role, precisions[role]) for role in roles}
-    engines = {} if backend == platforms.ONNX_RUNTIME else _engines(manifest, backend, precisions, layout, sm)
-    shape = Shape.of(
-        manifest, num_slots=num_slots, chunk=prefill_chunk, max_drafts=max_draft_tokens, max_context=max_context
-    )
-    loop = _loop_items(graphs, engines, shape)
-    items = [*_weights(manifest, graphs, engines, device_kind), *loop, _activations(manifest, shape)]
-    if any(engine.lowering == platforms.DECOMPOSED for engine in engines.values()):  # it does not update in place
+    plans = {engine.role: engine for engine in engines}
+    memory, loop = _loop(graphs, plans, shape)
+    if device_kind == CPU and layout == names.LAYOUT_SPLIT:  # the host's loop, which this one stands in for
+        loop = [replace(item, is_estimate=True) for item in loop]
+    items = [*_weights(manifest, graphs, plans, device_kind), *loop, _activations(manifest, shape, memory.capacity)]
+    if any(engine.lowering == platforms.DECOMPOSED for engine in engines):  # it does not update in place
         caches = next(item for item in loop if item.kind == "caches")
         items.append(MemoryItem("caches", "as engines write them", caches.num_bytes, is_estimate=True))
     if device_kind == CUDA:
@@ -156,7 +158,7 @@ def plan_memory(
         backend=backend,
         layout=layout,
         precisions=precisions,
-        shape=shape,
+        shape=replace(shape, max_context=memory.max_context),
         items=tuple(items),
     )
 
@@ -186,19 +188,6 @@ def _graph(manifest: Manifest, role: str, precision: str) -> GraphRecord:
     if found is None:
         raise BundleError(f"the bundle has no {role} graph in {precision}; it has {manifest.precisions(role)}")
     return found
-
-
-def _engines(
-    manifest: Manifest, backend: str, precisions: Mapping[str, str], layout: str, sm: int | None
-) -> dict[str, EngineRecord]:
-    known = dict.fromkeys(engine.sm for engine in manifest.engines if engine.backend == backend)
-    for candidate in known if sm is None else (sm,):
-        found = devices.find_engines(manifest, backend, candidate, precisions, layout)
-        engines = {role: engine for role, engine in found.items() if engine is not None}
-        if len(engines) == len(found):
-            return engines
-    where = "" if sm is None else f" for sm_{sm}"
-    raise BundleError(f"the bundle has no {backend} engines{where} of {layout} layout; run `xpress-export compile`")
 
 
 def _weights(
@@ -235,22 +224,22 @@ def _is_main(path: str, role: str, data: tuple[str, ...]) -> bool:
     return is_own and not any(Path(other).stem.startswith(f"{stem}.") for other in data)
 
 
-def _activations(manifest: Manifest, shape: Shape) -> MemoryItem:
-    """Of the largest call: the scratch memory of graphs is used by one after the other."""
+def _activations(manifest: Manifest, shape: Shape, capacity: int) -> MemoryItem:
+    """Of the largest call: the scratch memory of graphs is used by one after the other. capacity: rows of a cache."""
     rows, target = max(shape.num_slots * shape.width, shape.chunk), manifest.target
     item, vocab = np.dtype(shape.dtype).itemsize, target.vocab_size
     hidden = rows * _TENSORS_OF_A_LAYER * target.hidden_size * item
-    scores = rows * target.num_heads * shape.most_rows * 4
+    scores = rows * target.num_heads * capacity * 4
     return MemoryItem("activations", "of the largest call", hidden + scores + rows * vocab * item, is_estimate=True)
 
 
 # The loop, on a device that counts
 
 
-def _loop_items(
+def _loop(
     graphs: Mapping[str, GraphRecord], engines: Mapping[str, EngineRecord], shape: Shape
-) -> list[MemoryItem]:
-    """What the loop allocates, once its caches have grown as far as they can."""
+) -> tuple[ResidentMemory, list[MemoryItem]]:
+    """The loop's memory, once its caches have grown as far as they can, and what it allocated."""
     device = CountingDevice()
     capacities = {role: engines[role].capacity if role in engines else None for role in graphs}
     programs = {role: CountedProgram(role, graph, capacities[role]) for role, graph in graphs.items()}
@@ -270,7 +259,7 @@ def _loop_items(
         sums[kind] += counted.num_bytes
     live = sum(counted.num_bytes for counted in device.live if not counted.on_host)
     sums["growing"] = max(0, device.most_bytes - live)
-    return [MemoryItem(kind, "", size, is_estimate=kind == "growing") for kind, size in sums.items() if size]
+    return memory, [MemoryItem(kind, "", size, is_estimate=kind == "growing") for kind, size in sums.items() if size]
 
 
 class CountedMemory(Memory):

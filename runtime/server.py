@@ -70,7 +70,7 @@ def _model_routes(service: Service) -> APIRouter:
         "object": "model",
         "created": int(time.time()),
         "owned_by": "xpress-export",
-        "xpress": {"max_context": service.runtime.manifest.max_context, "modes": list(service.runtime.modes)},
+        "xpress": {"max_context": service.runtime.max_context, "modes": list(service.runtime.modes)},
     }
 
     @routes.get("/models", dependencies=guard)

@@ -134,7 +134,7 @@ class Service:
             if not prompt:
                 raise RequestError("prompt is empty", "prompt")
         ids = runtime.encode(prompt, **asked.template_args)
-        room = runtime.manifest.max_context - len(ids)
+        room = runtime.max_context - len(ids)
         if params.max_new_tokens is None and self.options.default_max_tokens is not None and room > 0:
             most = min(self.options.default_max_tokens, room)
             params = dataclasses.replace(params, max_new_tokens=most)

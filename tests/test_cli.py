@@ -314,7 +314,7 @@ def test_reports_name_the_device_that_ran(
     from xpress_export.runtime.device_cpu import CpuDevice
 
     monkeypatch.setattr(devices, "choose", lambda *_: devices.Choice(2, "onnxruntime", "it was asked for"))
-    monkeypatch.setattr(devices, "open_device", lambda choice, threads: CpuDevice(threads))
+    monkeypatch.setattr(devices, "open_device", lambda choice, threads, *_: CpuDevice(threads))
     monkeypatch.setattr(cli_device, "find_gpu", lambda index: Gpu(f"Test GPU {index}", 89, 580))
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "the target"}\n')
     few = ("--max-new-tokens", "4")

@@ -21,7 +21,12 @@ KEY_VARIABLE = "XPRESS_EXPORT_API_KEY"
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.option("--host", default="127.0.0.1", metavar="H", help="Address to listen on; 0.0.0.0: every interface.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, metavar="P", help="0: any free one.")
-@click.option("--slots", type=click.IntRange(min=1), default=8, metavar="N", help="Requests that run at a time.")
+@click.option(
+    "--slots",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Requests that run at a time.  [default: 8, or what engines admit]",
+)
 @click.option("--max-queue", type=click.IntRange(min=0), default=64, metavar="N", help="Requests that may wait.")
 @click.option(
     "--default-max-tokens",
@@ -65,7 +70,7 @@ def _serve(
     bundle: Path,
     host: str,
     port: int,
-    slots: int,
+    slots: int | None,
     max_queue: int,
     default_max_tokens: int | None,
     kv_budget_mb: int | None,

@@ -16,7 +16,7 @@ Bindings (all graphs; dtype `float` is the graph's precision):
              in/out     past_* / present_*       float   [B, H, C, D]  present aliases past
              out        next_token               int64   [B, S]        argmax of the logits of each row
              out        target_hidden            float   [B, S, K*E]   absent in a target-only bundle
-             out        logits                   float   [B, S, V]     bound only where a request samples
+             out        logits                   float   [B, S, V]     the host reads it where a request samples
     drafter  in         target_hidden            float   [B, S, K*E]   rows of the last target call
              in         num_committed            int64   [B]           how many of those rows count
              in         write_index              int64   [B]           rows already in the drafter's cache
@@ -29,7 +29,7 @@ Bindings (all graphs; dtype `float` is the graph's precision):
              in         anchor                   int64   [B]
              in         previous                 int64   [B]           the token before the anchor
              out        refined_tokens           int64   [B, N-first]  one Jacobi pass
-             out        refined_logits           float   [B, N-first, Vd]  bound only to sample
+             out        refined_logits           float   [B, N-first, Vd]  the host reads it to sample
     accept   in         input_ids                int64   [B, S]        first the given tokens, then drafts
              in         next_token               int64   [B, S]        of the target call over them
              in         num_given                int64   [B]           how many tokens are given; 0: idle slot

@@ -28,14 +28,19 @@ def write_plan(
     static: Mapping[str, int],
     version: str,
     scratch_bytes: int = 1000,
+    *,
+    host_code: bool = False,
 ) -> Path:
-    """profiles: least and greatest size of each symbol. static: the size of the others."""
+    """profiles: least and greatest size of each symbol. static: the size of the others. host_code: as plans that are
+    version-compatible have it.
+    """
     plan = {
         "graph": str(graph),
         "profiles": [{symbol: list(sizes) for symbol, sizes in profile.items()} for profile in profiles],
         "static": dict(static),
         "version": version,
         "scratch_bytes": scratch_bytes,
+        "host_code": host_code,
     }
     path.write_text(json.dumps(plan))
     return path
@@ -57,6 +62,7 @@ def make(cuda: FakeCuda, version: str, *, is_rtx: bool = False) -> ModuleType:
         "ILogger": _Logger,
         "faults": {"enqueue": 0, "capturable": True, "context": 0},
         "contexts": [],
+        "runtimes": [],
         "calls": [],
     }
     for name, value in found.items():
@@ -81,6 +87,8 @@ class _Runtime:
     def __init__(self, trt: Any, logger: Any) -> None:
         assert logger.is_ready, "ILogger.__init__ was not called"
         self._trt, self._logger = trt, logger
+        self.engine_host_code_allowed = False
+        trt.runtimes.append(self)
 
     def error(self, text: str) -> None:
         self._logger.log(self._logger.Severity.ERROR, text)
@@ -89,6 +97,10 @@ class _Runtime:
         read = json.loads(bytes(plan))
         if read["version"] != self._trt.__version__:  # [dev] plans are for the exact version they were built with
             self.error(f"Version tag does not match: current {self._trt.__version__}, serialized {read['version']}")
+            return None
+        if read["host_code"] and not self.engine_host_code_allowed:
+            # [dev, version compatibility] plans with a lean runtime in them have to be allowed to run host code
+            self.error("Engine contains host executable code; set engine_host_code_allowed to load it")
             return None
         return self._trt.ICudaEngine(self._trt, self, read)
 

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from xpress_export.cli import cli
 from xpress_export.errors import RequestError
 from xpress_export.runtime import Runtime
-from xpress_export.runtime.bench import BenchOptions, Cell, _jobs, _modes, _order, _row, run_cell
+from xpress_export.runtime.bench import BenchOptions, Cell, _counts, _jobs, _modes, _order, _row, run_cell
 
 
 def cell(num_tokens: int, wall_s: float, num_cycles: int, num_accepted: int = 0, **changes: Any) -> Cell:
@@ -48,8 +48,10 @@ def test_every_round_runs_every_cell_in_another_order() -> None:
 
 
 def test_requests_and_options() -> None:
-    assert _jobs(BenchOptions(prompts=["a", "b"], concurrency=(1, 3))) == ["a", "b", "a"]
-    assert _jobs(BenchOptions(prompts=["a", "b", "c"], concurrency=(1,), num_requests=2)) == ["a", "b"]
+    assert _jobs(BenchOptions(prompts=["a", "b"]), 3) == ["a", "b", "a"]
+    assert _jobs(BenchOptions(prompts=["a", "b", "c"], num_requests=2), 1) == ["a", "b"]
+    assert _counts((8, 1, 8), 8) == [1, 8]
+    assert _counts(None, 8) == [1, 2, 4, 8] and _counts(None, 3) == [1, 2]
     for options in ({"concurrency": ()}, {"concurrency": (0,)}, {"prompts": []}, {"rounds": 0}, {"max_new_tokens": 1}):
         with pytest.raises(RequestError):
             BenchOptions(**options)  # type: ignore[arg-type]

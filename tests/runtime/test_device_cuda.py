@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import logging
 import re
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -15,18 +19,22 @@ import fake_ort_cuda
 import fake_trt_runtime
 import numpy as np
 import pytest
+from click.testing import CliRunner, Result
 from fake_cuda import FakeCuda
 
-from xpress_export import names
+from xpress_export import cli_serve, names
+from xpress_export import gpu as gpus
+from xpress_export.cli import cli
 from xpress_export.errors import (
     BundleError,
     DeviceLostError,
     EngineError,
     MissingDependencyError,
     PlanMismatchError,
+    RequestError,
 )
-from xpress_export.manifest import read_manifest
-from xpress_export.runtime import Runtime, SamplingParams, cuda, cuda_tensorrt, devices
+from xpress_export.manifest import EngineRecord, FileRecord, ProfileRecord, read_manifest, write_manifest
+from xpress_export.runtime import Runtime, SamplingParams, bench, cuda, cuda_tensorrt, devices, server_run
 from xpress_export.runtime.cuda import Cuda
 from xpress_export.runtime.device_cuda import CudaDevice, CudaStream
 from xpress_export.runtime.resident import ResidentDecoder
@@ -37,11 +45,21 @@ from xpress_export.runtime.trace import Tracer
 SLOTS, CHUNK, WIDTH, CAPACITY = 3, 16, 8, 640
 LAYOUTS = (names.LAYOUT_SPLIT, names.LAYOUT_FUSED)
 SCRATCH = 5000
+ENGINE_VERSION = "11.4.0.106"
+L4 = gpus.Gpu("NVIDIA L4", 89, 580)
 LIBRARIES = {"tensorrt 10.3": ("10.3.0", False), "tensorrt 11.4": ("11.4.0.106", False), "rtx 1.7": ("1.7.1.116", True)}
 
 
 def write_plans(
-    bundle: Path, layout: str, folder: Path, version: str, *, chunk: int = CHUNK, slots: int = SLOTS
+    bundle: Path,
+    layout: str,
+    folder: Path,
+    version: str,
+    *,
+    chunk: int = CHUNK,
+    slots: int = SLOTS,
+    capacity: int = CAPACITY,
+    host_code: bool = False,
 ) -> dict[str, Path]:
     """A plan of each graph of a layout."""
     manifest, found = read_manifest(bundle), {}
@@ -50,8 +68,9 @@ def write_plans(
         short = {"B": (1, slots), "N": (2, WIDTH), "S": (1, WIDTH)}
         profiles: list[Mapping[str, tuple[int, int]]] = [{**short, "S": (1, chunk)}, short]
         path = folder / f"{role}.{layout}.{version}.plan"
-        static = {"C": CAPACITY}
-        found[role] = fake_trt_runtime.write_plan(path, bundle / graph.file, profiles, static, version, SCRATCH)
+        found[role] = fake_trt_runtime.write_plan(
+            path, bundle / graph.file, profiles, {"C": capacity}, version, SCRATCH, host_code=host_code
+        )
     return found
 
 
@@ -150,12 +169,6 @@ def test_a_steady_cycle_is_a_launch_without_any_call_of_the_engines(open_gpu: Op
     prefill = gpu.library.calls[before:].count("execute_async_v3")
     assert prefill <= 2 * 2 * 3 + 1  # two chunks of target, accept; drafter and refiner's passes after the last
     assert gpu.cuda.calls.count("cudaStreamBeginCapture") == gpu.cuda.calls.count("cudaGraphInstantiate")
-
-
-def test_without_captures_nothing_is_captured(open_gpu: OpenGpu, stories: Any) -> None:
-    gpu = open_gpu(captures=False)
-    assert gpu.tokens(stories[0].ids[:30], 40) == stories[0].expected(30, 40)
-    assert "cudaStreamBeginCapture" not in gpu.cuda.calls
 
 
 @pytest.mark.parametrize(
@@ -426,6 +439,125 @@ def test_what_is_not_installed_or_not_there(tmp_path: Path, tiny_bundle: Path, m
         CudaDevice(0, "tensorrt", library=trt)
 
 
+# Engines of a bundle, through the public door
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """This process has a GPU, CUDA and TensorRT, all doubles: the TensorRT."""
+    api = FakeCuda()
+    library = fake_trt_runtime.make(api, ENGINE_VERSION)
+    monkeypatch.setattr(devices, "find_gpu", lambda index=0: L4 if index == 0 else None)
+    monkeypatch.setattr(devices, "_version", {"tensorrt": ENGINE_VERSION}.get)
+    monkeypatch.setattr(devices, "_providers", list)
+    monkeypatch.setattr(cuda, "_api", lambda: api)
+    monkeypatch.setattr(cuda_tensorrt, "_import", lambda backend: library)
+    return library
+
+
+def compiled(bundle: Path, folder: Path, *, version_compatible: bool = False, **sizes: int) -> Path:
+    """A copy of a bundle with engines of the split layout in it. sizes: slots, capacity; as `compile` has them."""
+    sizes = {"slots": 1, "capacity": CAPACITY, **sizes}
+    shutil.copytree(bundle, folder)
+    manifest, engines = read_manifest(folder), folder / "engines"
+    engines.mkdir()
+    plans = write_plans(folder, names.LAYOUT_SPLIT, engines, ENGINE_VERSION, host_code=version_compatible, **sizes)
+    (engines / "build.json").write_text("{}")
+    records = [
+        EngineRecord(
+            role=role,
+            platform="l4",
+            sm=L4.sm,
+            backend="tensorrt",
+            version=ENGINE_VERSION,
+            driver=None,
+            precision="fp32",
+            lowering="native",
+            layout=names.LAYOUT_SPLIT,
+            max_context=sizes["capacity"] - 2 * WIDTH,
+            capacity=sizes["capacity"],
+            max_batch=sizes["slots"],
+            hardware_compat="none",
+            version_compatible=version_compatible,
+            profiles=tuple(
+                ProfileRecord(name=name, sizes={"S": (1, n, n)}) for name, n in (("prefill", CHUNK), ("verify", WIDTH))
+            ),
+            file=f"engines/{path.name}",
+            report="engines/build.json",
+            cache_key="0" * 64,
+        )
+        for role, path in plans.items()
+    ]
+    added = [
+        FileRecord(
+            path=f"engines/{path.name}",
+            num_bytes=path.stat().st_size,
+            sha256=hashlib.sha256(path.read_bytes()).hexdigest(),
+        )
+        for path in sorted(engines.iterdir())
+    ]
+    files = tuple(sorted((*manifest.files, *added), key=lambda file: file.path))
+    write_manifest(folder, replace(manifest, engines=tuple(records), files=files))
+    return folder
+
+
+@pytest.mark.parametrize("version_compatible", [False, True])
+def test_code_for_the_host_is_allowed_to_version_compatible_engines_alone(
+    tiny_bundle: Path, tmp_path: Path, stories: Any, machine: ModuleType, version_compatible: bool
+) -> None:
+    bundle = compiled(tiny_bundle, tmp_path / "b", version_compatible=version_compatible)
+    with Runtime.open(bundle) as runtime:
+        assert runtime.device == "cuda:0"
+        result = runtime.generate(stories[0].ids[:30], params(20)).result(timeout=60)
+    assert list(result.token_ids) == stories[0].expected(30, 20)
+    assert [found.engine_host_code_allowed for found in machine.runtimes] == [version_compatible]
+
+
+def test_host_code_that_is_not_allowed_is_refused(tiny_bundle: Path, tmp_path: Path, machine: ModuleType) -> None:
+    bundle = compiled(tiny_bundle, tmp_path / "b", version_compatible=True)
+    device = CudaDevice(0, "tensorrt")
+    with pytest.raises(BundleError, match="host executable code"):
+        device.load(bundle / read_manifest(bundle).engines[0].file, "target")
+
+
+def test_the_context_is_that_of_the_engines(tiny_bundle: Path, tmp_path: Path, machine: ModuleType) -> None:
+    with Runtime.open(compiled(tiny_bundle, tmp_path / "b", capacity=320)) as runtime:
+        assert runtime.max_context == 320 - 2 * WIDTH < runtime.manifest.max_context
+        with pytest.raises(
+            RequestError, match=r"context of the engines 304, .*shorten it or compile with a larger --max-context"
+        ):
+            runtime.generate([1] * 304)
+    with Runtime.open(tiny_bundle, device="cpu", num_threads=1) as runtime:
+        assert runtime.max_context == runtime.manifest.max_context
+
+
+def test_commands_take_the_slots_that_engines_admit(
+    tiny_bundle: Path, tmp_path: Path, machine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`serve`, `bench` and `doctor` without a word about slots; with one too many it is refused."""
+    bundle, served = str(compiled(tiny_bundle, tmp_path / "b")), []
+    monkeypatch.setattr(server_run, "run", lambda service, *_, **__: served.append(service.runtime.stats.num_slots))
+    monkeypatch.setattr(cli_serve, "_log_server_errors", lambda: None)
+    monkeypatch.setattr(bench, "_import_s", lambda: 0.1)
+    few = ["--modes", "target", "--requests", "2", "--max-new-tokens", "4", "--rounds", "1", "--json"]
+
+    def call(*arguments: str) -> Result:
+        return CliRunner().invoke(cli, arguments)
+
+    assert call("serve", bundle, "--port", "0").exit_code == 0 and served == [1]
+    measured = call("bench", bundle, *few)
+    assert [row["concurrency"] for row in json.loads(measured.stdout)["rows"]] == [1]
+    assert "engines admit 1 at a time: measuring concurrency 1 of 1,2,4,8" in " ".join(measured.stderr.split())
+    planned = json.loads(call("doctor", bundle, "--json").stdout)["memory_plan"]
+    assert (planned["device"], planned["num_slots"], planned["grows_on_demand"]) == ("cuda", 1, False)
+    for command, option in (("serve", "--slots"), ("bench", "--concurrency"), ("doctor", "--slots")):
+        error = call(command, bundle, option, "2").exception
+        assert isinstance(error, EngineError) and "num_slots is 2, and the engines" in str(error)
+    machine.cuda.total_bytes = 1000
+    error = call("doctor", bundle).exception
+    assert isinstance(error, EngineError) and "of which 1.0 KB are free" in str(error)
+
+
 # What the doubles are worth
 
 SOURCES = {path.name: path.read_text() for path in (Path(__file__).parents[2] / "runtime").glob("*cuda*.py")}
@@ -514,8 +646,9 @@ def test_the_doubles_find_mistakes(
 # Looking at it
 
 
-def test_times_are_taken_only_when_asked(open_gpu: OpenGpu, stories: Any) -> None:
-    gpu = open_gpu(timed=True)
+def test_times_are_taken_only_while_it_is_traced(open_gpu: OpenGpu, stories: Any) -> None:
+    gpu = open_gpu()
+    gpu.runtime.trace(Tracer())
     result = gpu.runtime.generate(stories[0].ids[:30], params(60)).result(timeout=60)
     assert list(result.token_ids) == stories[0].expected(30, 60)
     stats = gpu.runtime.stats

@@ -13,7 +13,7 @@ import pytest
 from xpress_export import names
 from xpress_export.errors import BundleError, EngineError, PlanMismatchError, RequestError
 from xpress_export.gpu import Gpu
-from xpress_export.manifest import EngineRecord, Manifest, ProfileRecord, read_manifest
+from xpress_export.manifest import EngineRecord, FileRecord, Manifest, ProfileRecord, read_manifest
 from xpress_export.runtime import Runtime, devices
 from xpress_export.runtime.device_cpu import CpuDevice
 
@@ -129,6 +129,21 @@ def test_engines_of_this_gpu_are_taken_before_compatible_ones(manifest: Manifest
     assert find(with_engines(manifest, *portable)).files["target"] == Path("b/engines/target.86.plan")
     both = with_engines(manifest, *portable, *compiled(manifest).engines)
     assert find(both).files["target"] == Path("b/engines/target.plan")
+
+
+def test_memory_is_planned_for_the_engines_of_this_gpu_and_the_slots_they_admit(
+    manifest: Manifest, machine: Any
+) -> None:
+    machine(L4, packages={"tensorrt": VERSION})
+    others = [engine(r, sm=87, file=f"engines/{r}.87.plan", max_batch=1) for r in (*manifest.roles, names.ACCEPT)]
+    both = with_engines(manifest, *others, *compiled(manifest).engines)
+    files = [FileRecord(path=e.file, num_bytes=10 ** (e.sm == 89), sha256="0" * 64) for e in both.engines]
+    object.__setattr__(both, "files", (*manifest.files, *files))
+    found = find(both)
+    shape = found.shape(both, num_slots=None, chunk=128, max_drafts=None, max_context=100)
+    plan = devices.plan_of(both, devices.Choice(0, "tensorrt", ""), found, None, "split", shape)
+    assert plan.of("weights") == 10 * len(found.engines)
+    assert (plan.shape.num_slots, plan.shape.max_context) == (SLOTS, 100)
 
 
 def test_engines_that_are_missing_or_of_another_machine_are_refused(manifest: Manifest, machine: Any) -> None:

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 
 from xpress_export import names
-from xpress_export.errors import BundleError, EngineError
+from xpress_export.errors import EngineError
 from xpress_export.manifest import Manifest, read_manifest
 from xpress_export.records import EngineRecord, FileRecord, ProfileRecord
 from xpress_export.runtime import Runtime, SamplingParams, memory_plan
 from xpress_export.runtime.device import Buffer
 from xpress_export.runtime.device_cpu import CpuDevice, HostMemory
 from xpress_export.runtime.memory_plan import MemoryPlan, plan_memory, refuse_if_too_large
+from xpress_export.runtime.resident_memory import Shape
 
 LAYOUTS = (names.LAYOUT_SPLIT, names.LAYOUT_FUSED)
 SIZES = {"num_slots": 3, "prefill_chunk": 16}
@@ -51,7 +52,9 @@ class CountedCpu(CpuDevice):
 
 
 def plan(manifest: Manifest, layout: str, **changes: Any) -> MemoryPlan:
-    options = {"device_kind": "cpu", "backend": "onnxruntime", "layout": layout, **SIZES}
+    sizes = {"num_slots": 3, "chunk": 16, "max_context": None}
+    shape = Shape.of(manifest, **{name: changes.pop(name, size) for name, size in sizes.items()})
+    options = {"device_kind": "cpu", "backend": "onnxruntime", "layout": layout, "shape": shape}
     return plan_memory(manifest, **{**options, **changes})
 
 
@@ -98,7 +101,7 @@ def test_fewer_slots_and_shorter_contexts_take_less(tiny_bundle: Path) -> None:
     assert short.of("growing") == 0 < found.of("growing")
 
 
-def engine(role: str, num_bytes: int, lowering: str = "native") -> tuple[EngineRecord, FileRecord]:
+def engine(role: str, num_bytes: int, lowering: str, **changes: Any) -> tuple[EngineRecord, FileRecord]:
     record = EngineRecord(
         role=role,
         platform="jetson-orin",
@@ -119,12 +122,13 @@ def engine(role: str, num_bytes: int, lowering: str = "native") -> tuple[EngineR
         report=f"engines/{role}.build.json",
         cache_key="0" * 64,
     )
+    record = dataclasses.replace(record, **changes)
     return record, FileRecord(path=record.file, num_bytes=num_bytes, sha256="0" * 64)
 
 
-def compiled(manifest: Manifest, lowering: str) -> Manifest:
+def compiled(manifest: Manifest, lowering: str, **changes: Any) -> Manifest:
     """The manifest with engines, as if they were there."""
-    made = [engine(role, 1000 + i, lowering) for i, role in enumerate((*manifest.roles, names.ACCEPT))]
+    made = [engine(role, 1000 + i, lowering, **changes) for i, role in enumerate((*manifest.roles, names.ACCEPT))]
     found = object.__new__(Manifest)
     found.__dict__.update(manifest.__dict__)
     found.__dict__["engines"] = tuple(record for record, _ in made)
@@ -134,22 +138,24 @@ def compiled(manifest: Manifest, lowering: str) -> Manifest:
 
 def test_engines_have_their_own_size_and_a_fixed_cache(tiny_bundle: Path) -> None:
     manifest = read_manifest(tiny_bundle)
-    options = {"device_kind": "cuda", "backend": "tensorrt"}
-    with pytest.raises(BundleError, match="has no tensorrt engines of split layout; run `xpress-export compile`"):
-        plan(manifest, names.LAYOUT_SPLIT, **options)
-    made_for = compiled(manifest, "native")
-    found = plan(made_for, names.LAYOUT_SPLIT, **options)
+
+    def on_gpu(manifest: Manifest) -> MemoryPlan:
+        options = {"device_kind": "cuda", "backend": "tensorrt", "engines": manifest.engines}
+        return plan(manifest, names.LAYOUT_SPLIT, **options)
+
+    found = on_gpu(compiled(manifest, "native"))
     assert found.of("weights") == 1000 + 1001 + 1002 + 1003
     on_cpu = plan(manifest, names.LAYOUT_SPLIT)
     assert found.of("caches") * on_cpu.shape.most_rows == on_cpu.of("caches") * 624
     assert found.of("growing") == 0
-    old = plan(compiled(manifest, "decomposed"), names.LAYOUT_SPLIT, **options)
+    old = on_gpu(compiled(manifest, "decomposed"))
     assert old.of("caches") == 2 * found.of("caches")
-    with pytest.raises(BundleError, match="engines for sm_89"):
-        plan(made_for, names.LAYOUT_SPLIT, sm=89, **options)
+    short = on_gpu(compiled(manifest, "native", max_context=300, capacity=320))
+    assert (found.shape.max_context, short.shape.max_context) == (600, 320 - 2 * short.shape.width)
+    assert short.of("activations") < found.of("activations")
 
 
-def test_a_plan_prints_as_a_table_and_as_json(tiny_bundle: Path) -> None:
+def test_a_plan_prints_as_a_table_and_as_json(tiny_bundle: Path, tiny_fused_bundle: Path) -> None:
     found = plan(read_manifest(tiny_bundle), names.LAYOUT_SPLIT).with_free(10**9, 2 * 10**9)
     raw = json.loads(json.dumps(found.to_json()))
     assert raw["free_bytes"] == 10**9 and raw["total_bytes"] == 2 * 10**9
@@ -158,6 +164,9 @@ def test_a_plan_prints_as_a_table_and_as_json(tiny_bundle: Path) -> None:
     rows = found.rows()
     assert rows[-1] == ("device, all", rows[-1][1], "1.0 GB free")
     assert ("activations of the largest call", "estimated") in [(name, remark) for name, _, remark in rows]
+    assert ("caches", "estimated") in [(name, remark) for name, _, remark in rows], "the host's loop is another one"
+    fused = plan(read_manifest(tiny_fused_bundle), names.LAYOUT_FUSED)
+    assert ("caches", "") in [(name, remark) for name, _, remark in fused.rows()]
 
 
 def test_what_does_not_fit_is_refused_with_numbers_and_a_way_out(tiny_bundle: Path) -> None:

@@ -38,10 +38,11 @@ class StubRuntime:
     """Takes requests and leaves them to the test. refuse: raised by the next submission."""
 
     modes = ("target",)
+    max_context = 64
 
     def __init__(self, codec: TextCodec) -> None:
         self.codec, self.closed = codec, False
-        self.manifest = SimpleNamespace(digest="0123456789abcdef", max_context=64)
+        self.manifest = SimpleNamespace(digest="0123456789abcdef")
         self.stats = RuntimeStats(num_slots=2, num_running=1, kv_bytes=4096, num_generated_tokens=5)
         self.requests: list[Request] = []
         self.refuse: Exception | None = None
@@ -310,7 +311,7 @@ def test_a_limit_for_chats_that_set_none(start: Callable[..., Running]) -> None:
         assert request.params.max_new_tokens == expected
         say(request, "x")
         thread.join()
-    server.runtime.manifest.max_context = len(request.prompt) + 7
+    server.runtime.max_context = len(request.prompt) + 7
     thread, _ = server.later()
     request = server.runtime.next_request()
     assert request.params.max_new_tokens == 7
