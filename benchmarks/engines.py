@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from xpress_export import names
 from xpress_export.engines.compile import compile_bundle
@@ -28,19 +28,13 @@ from xpress_export.engines.plan import plan_bundle
 from xpress_export.manifest import read_manifest
 from xpress_export.platforms import PLATFORMS as PLATFORM_TABLE
 
+if TYPE_CHECKING:
+    from xpress_export.exporter.configs import DecoderConfig, DrafterConfig, RefinerConfig
+
+    Shapes = tuple[DecoderConfig, DrafterConfig, RefinerConfig]
+
 PLATFORMS = {75: "t4", 80: "a100", 86: "a10", 89: "l4", 120: "rtx-5090", 121: "dgx-spark"}
-MAX_CONTEXT, BLOCK = 2032, 16  # 2048 rows of cache
-QWEN = dict(
-    hidden_size=1024,
-    intermediate_size=3072,
-    num_heads=16,
-    num_kv_heads=8,
-    head_dim=128,
-    vocab_size=151936,
-    rms_norm_eps=1e-6,
-    max_positions=40960,
-    qk_norm=True,
-)
+MAX_CONTEXT = 2016  # with room for two verify steps of up to 16 tokens: 2048 rows of cache
 
 
 def matrix(bundles: Sequence[Path], sms: Sequence[int]) -> None:
@@ -59,8 +53,10 @@ def matrix(bundles: Sequence[Path], sms: Sequence[int]) -> None:
                 if precision.removesuffix("-weight") not in hardware:
                     continue
                 for layout, chosen in layouts.items():
-                    asked = {"precision": precision, "layout": layout, "roles": chosen, "max_context": context}
-                    for built in compile_bundle(bundle, CompileOptions(platform=PLATFORMS[sm], **asked)).engines:
+                    asked = CompileOptions(
+                        platform=PLATFORMS[sm], precision=precision, layout=layout, roles=chosen, max_context=context
+                    )
+                    for built in compile_bundle(bundle, asked).engines:
                         _print_row(precision, sm, built.report)
 
 
@@ -104,7 +100,7 @@ def overhead(work: Path, sms: Sequence[int], repeats: int) -> None:
     bundle = work / "qwen3-0.6b-shapes"
     if not bundle.exists():
         started = time.perf_counter()
-        random_bundle(bundle)
+        random_bundle(bundle, qwen_shapes())
         print(f"random bundle: {read_manifest(bundle).num_bytes / 1e9:.2f} GB in {time.perf_counter() - started:.0f} s")
     for sm in sms:
         runs: dict[str, list[tuple[float, float]]] = {"direct": [], "compile": []}
@@ -158,76 +154,100 @@ def _compiled(bundle: Path, work: Path, sm: int) -> tuple[float, float]:
     return seconds, made.engines[0].report["peak_memory_bytes"]
 
 
-def random_bundle(out: Path, precision: str = "fp16", tokenizer: Path | None = None) -> None:
-    """A trio of Qwen3-0.6B's shapes with random weights, traced by the exporter and checked against nothing.
-
-    tokenizer: a bundle's tokenizer folder to copy, for a trio that is to generate; its vocabulary may be smaller.
-    """
-    import torch
-
-    from xpress_export.exporter import export as exporter
+def qwen_shapes() -> Shapes:
+    """Those of Qwen3-0.6B, a drafter of five of its layers with blocks of 16, and an xPress refiner of rank 256."""
     from xpress_export.exporter.configs import DecoderConfig, DrafterConfig, RefinerConfig, RopeConfig
-    from xpress_export.exporter.graphs import trace_drafter, trace_refiner, trace_target
-    from xpress_export.exporter.trace import Source, WeightFile, attach, save
 
-    rope = RopeConfig(inv_freq=tuple(1e6 ** (-2 * i / QWEN["head_dim"]) for i in range(QWEN["head_dim"] // 2)))
-    target = DecoderConfig(family="qwen3", num_layers=28, tied_head=True, rope=rope, layer_windows=(None,) * 28, **QWEN)  # type: ignore[arg-type]
-    layers = 5
+    target = DecoderConfig(
+        family="qwen3",
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_layers=28,
+        num_heads=16,
+        num_kv_heads=8,
+        head_dim=128,
+        vocab_size=151_936,
+        rms_norm_eps=1e-6,
+        rope=RopeConfig(inv_freq=tuple(1e6 ** (-i / 64) for i in range(64))),
+        max_positions=40_960,
+        tied_head=True,
+        qk_norm=True,
+    )
     drafter = DrafterConfig(
-        decoder=dataclasses.replace(target, num_layers=layers, layer_windows=(None,) * layers),
-        block_size=BLOCK,
-        mask_token_id=151669,
+        decoder=dataclasses.replace(target, num_layers=5, layer_windows=()),
+        block_size=16,
+        mask_token_id=151_669,
         target_layer_ids=(1, 7, 13, 19, 25),
-        target_hidden_size=1024,
+        target_hidden_size=target.hidden_size,
         first_slot=1,
-        causal_layers=(False,) * layers,
-        num_target_layers=28,
+        causal_layers=(False,) * 5,
+        num_target_layers=target.num_layers,
     )
     refiner = RefinerConfig(
         kind="xpress",
         rank=256,
-        hidden_size=1024,
-        vocab_size=151936,
-        draft_vocab_size=151936,
-        block_size=BLOCK,
+        hidden_size=target.hidden_size,
+        vocab_size=target.vocab_size,
+        draft_vocab_size=target.vocab_size,
+        block_size=drafter.block_size,
         num_passes=4,
         mlp_hidden=512,
     )
-    dtype = exporter.DTYPES[precision]
+    return target, drafter, refiner
+
+
+def random_bundle(out: Path, shapes: Shapes, precision: str = "fp16", tokenizer: Path | None = None) -> None:
+    """A trio of these shapes with random weights and one embedding for all, traced by the exporter.
+
+    Its models are checked against nothing. tokenizer: a bundle's tokenizer folder to copy, for a trio that is to
+    generate; its vocabulary may be smaller.
+    """
+    import torch
+
+    from xpress_export.exporter.cycle import write_cycle
+    from xpress_export.exporter.export import DTYPES
+    from xpress_export.exporter.graph_files import save_graph
+    from xpress_export.exporter.graphs import trace_drafter, trace_refiner, trace_target
+    from xpress_export.exporter.trace import Source, WeightFile, attach
+    from xpress_export.progress import Silent
+
+    target, drafter, refiner = shapes
+    dtype = DTYPES[precision]
     traced: dict[str, Callable[[], Any]] = {
         names.TARGET: lambda: trace_target(target, drafter.target_layer_ids, dtype),
         names.DRAFTER: lambda: trace_drafter(drafter, dtype, for_refiner=True),
-        names.REFINER: lambda: trace_refiner(refiner, 1, dtype),
+        names.REFINER: lambda: trace_refiner(refiner, drafter.first_slot, dtype),
     }
     folder = out / "graphs"
     folder.mkdir(parents=True)
-    weights, records = WeightFile(folder, dtype), {}
+    weights, graphs = WeightFile(folder, dtype), {}
     for role, trace in traced.items():
         model = trace()
-        shapes = {name: tuple(value.shape) for name, value in model.graph.initializers.items()}
+        sizes = {name: tuple(value.shape) for name, value in model.graph.initializers.items()}
 
-        def source(name: str, role: str = role, shapes: dict[str, Any] = shapes) -> Source:
+        def source(name: str, role: str = role, sizes: dict[str, Any] = sizes) -> Source:
             shared = {"lm_head.weight", "embed_tokens.weight", "model.embed_tokens.weight"}
             identity = "embedding" if name in shared else f"{role} {name}"
-            return identity, lambda: torch.randn(shapes[name]) * 0.02
+            return identity, lambda: torch.randn(sizes[name]) * 0.02
 
         attach(model, weights, f"{role}.data", source)
-        save(model, folder / f"{role}.onnx")
-        records[role] = exporter._graph_record(role, model)
+        graphs[role] = save_graph(model, folder, role)
+    cycle, _ = write_cycle(out, graphs, {}, None, precision, Silent())
     (out / "tokenizer").mkdir()
     for name in ("tokenizer.json", "text.json"):
         (out / "tokenizer" / name).write_bytes(b"{}" if tokenizer is None else (tokenizer / name).read_bytes())
-    _write_manifest(out, target, drafter, records, precision)
+    _write_manifest(out, shapes, graphs, cycle, precision)
 
 
-def _write_manifest(out: Path, target: Any, drafter: Any, graphs: dict[str, Any], precision: str) -> None:
+def _write_manifest(out: Path, shapes: Shapes, graphs: dict[str, Any], cycle: dict[str, Any], precision: str) -> None:
     from xpress_export import manifest as m
 
+    target, drafter, refiner = shapes
     keys = ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "vocab_size")
 
-    def record(decoder: Any) -> m.ModelRecord:
+    def record(decoder: DecoderConfig) -> m.ModelRecord:
         sizes = {key: getattr(decoder, key) for key in keys}
-        return m.ModelRecord(source="random", digest="0" * 64, family="qwen3", num_parameters=1, **sizes)
+        return m.ModelRecord(source="random", digest="0" * 64, family=decoder.family, num_parameters=1, **sizes)
 
     made = m.Manifest(
         tool={"xpress-export": "0"},
@@ -235,20 +255,22 @@ def _write_manifest(out: Path, target: Any, drafter: Any, graphs: dict[str, Any]
         precision=precision,
         lowering="native",
         opset=24,
-        max_context=MAX_CONTEXT,
+        max_context=min(MAX_CONTEXT, target.max_positions),
         preset=None,
         target=record(target),
         drafter=record(drafter.decoder),
-        refiner=m.RefinerRecord(source="random", digest="0" * 64, kind="xpress", rank=256, num_parameters=1),
+        refiner=m.RefinerRecord(
+            source="random", digest="0" * 64, kind=refiner.kind, rank=refiner.rank, num_parameters=1
+        ),
         draft=m.DraftRecord(
-            block_size=BLOCK,
+            block_size=drafter.block_size,
             mask_token_id=drafter.mask_token_id,
             target_layer_ids=drafter.target_layer_ids,
-            first_slot=1,
-            num_draft_tokens=BLOCK - 1,
+            first_slot=drafter.first_slot,
+            num_draft_tokens=drafter.num_draft_tokens,
             draft_vocab_size=target.vocab_size,
             vocab_file=None,
-            refine_passes=4,
+            refine_passes=refiner.num_passes,
             trained=False,
         ),
         text=m.TextRecord(
@@ -259,6 +281,7 @@ def _write_manifest(out: Path, target: Any, drafter: Any, graphs: dict[str, Any]
             refiner_tokenizer="absent",
         ),
         graphs=graphs,
+        cycle=cycle,
         parity=(),
         files=m.record_files(out),
     )

@@ -1,4 +1,4 @@
-"""What quantizing costs and what it pays: the figures that are judged, by one command.
+"""What quantizing costs and what it pays: the figures of docs/quantization.md, those with a limit against it.
 
     python benchmarks/quantization.py quality BUNDLE --calibration F --held-out F     perplexity and tau against fp32
     python benchmarks/quantization.py speed BUNDLE                                    tokens/s of plain decoding
@@ -12,7 +12,6 @@ and the tokenizer of BUNDLE.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import subprocess
 import sys
@@ -44,7 +43,7 @@ MAX_TAU_LOSS = 3.0
 def quality(
     bundle: Path, calibration: Path, held_out: Sequence[Path], samples: int, per_file: int, scales: Path | None
 ) -> bool:
-    """Print the judged figures; true if all are within their limits."""
+    """Print perplexity and tau of each precision; true if all that have a limit are within it."""
     progress = ConsoleProgress(make_console(stderr=True))
     prompts = [prompt for path in held_out for prompt in read_prompts(path, per_file)]
     passed = True
@@ -130,13 +129,15 @@ def speed(bundle: Path, num_tokens: int, repeats: int, include: Sequence[str]) -
 
 
 PEAK = """
-import json, resource, sys
+import sys
 from xpress_export.cli import cli
 try:
     cli.main(sys.argv[1:], standalone_mode=False)
 finally:
-    print(json.dumps(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024))
+    status = dict(line.split(":", 1) for line in open("/proc/self/status"))
+    print(int(status["VmHWM"].split()[0]) * 1024)
 """
+"""Not `ru_maxrss`: a process inherits that of the one that started it, and here that one made the random weights."""
 
 
 def memory(bundle: Path, samples: int, *, qwen: bool) -> None:
@@ -145,9 +146,9 @@ def memory(bundle: Path, samples: int, *, qwen: bool) -> None:
         folder = Path(place) / "bundle"
         if qwen:
             sys.path.insert(0, str(Path(__file__).parent))
-            from engines import random_bundle
+            from engines import qwen_shapes, random_bundle
 
-            random_bundle(folder, "fp32", bundle / "tokenizer")
+            random_bundle(folder, qwen_shapes(), "fp32", bundle / "tokenizer")
         else:
             _copy(bundle, folder)
         _print_peak(folder, "calibrate", ["--samples", str(samples), "--max-new-tokens", "16", "--allow-dead"])
@@ -163,7 +164,7 @@ def _print_peak(folder: Path, command: str, options: Sequence[str]) -> None:
     started = time.perf_counter()
     words = [sys.executable, "-c", PEAK, command, str(folder), *options]
     done = subprocess.run(words, check=True, capture_output=True, text=True)
-    peak, seconds = json.loads(done.stdout.splitlines()[-1]), time.perf_counter() - started
+    peak, seconds = int(done.stdout.splitlines()[-1]), time.perf_counter() - started
     label = f"{command} {options[1] if command == 'quantize' else ''}"
     print(
         f"{label:<24}{peak / 2**20:>8.0f} MiB peak{weights / 2**20:>8.0f} MiB of fp32 weights"
@@ -196,7 +197,7 @@ def _copy(bundle: Path, folder: Path) -> Path:
     )
     bare = replace(manifest, variants=(), cycle=cycle, run_precision=None, engines=(), files=kept)
     folder.mkdir()
-    link_rest(bundle, folder, bare)
+    link_rest(bundle, folder, [file.path for file in kept])
     write_manifest(folder, bare)
     return folder
 

@@ -84,7 +84,10 @@ class Compiled:
 
 
 def compile_bundle(folder: Path, options: CompileOptions, progress: BuildProgress | None = None) -> Compiled:
-    """Add engines for one platform to the bundle in `folder`; an engine of the same role and platform is replaced."""
+    """Add engines for one platform to the bundle in `folder`.
+
+    An engine of the same role, platform, backend, precision and layout is replaced.
+    """
     manifest = read_manifest(folder)
     plan = plan_bundle(folder, manifest, options, find_gpu())
     logger.info("%s graphs: %s", plan.lowering, plan.reason)

@@ -24,9 +24,6 @@ from xpress_export.records import DraftRecord, GraphRecord, graph_stem
 
 Graphs = dict[str, GraphRecord]
 
-_UNREADABLE = graph_stem(names.STEP, "int4-weight", decomposed=True)
-"""Step that ONNX Runtime does not load: blocks of 4-bit weights in the opset of an older TensorRT."""
-
 
 def write_cycle(
     folder: Path,
@@ -83,8 +80,7 @@ def add_steps(folder: Path, progress: Progress | None = None) -> Manifest:
         files = {file.path: file for file in (*manifest.files, *record_files(stage))}
         link_rest(folder, stage, files)  # a graph is read from where its weights are
         for stem, parts in made.items():
-            if stem != _UNREADABLE:
-                _check(stage / steps[stem].file, _below(stage, parts), manifest.draft, manifest.precision, progress)
+            _check(stage / steps[stem].file, _below(stage, parts), manifest.draft, manifest.precision, progress)
         cycle = {**manifest.cycle, **steps}
         new = replace(manifest, cycle=cycle, files=tuple(files[path] for path in sorted(files)))
         write_manifest(stage, new)

@@ -205,11 +205,6 @@ def _torch_dtype(dtype: ir.DataType) -> torch.dtype:
     }[dtype]
 
 
-def save(model: ir.Model, path: Path) -> None:
-    """Write the graph file; weights already lie beside it."""
-    ir.save(model, path)
-
-
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """The tracer prints progress and warns about its own deprecations; neither is the user's business."""

@@ -182,7 +182,7 @@ def _check_engines(m: Manifest) -> None:
                 refuse(f"{where}.{field}", "listed in files", getattr(engine, field))
     identities = [engine.identity for engine in m.engines]
     if len(set(identities)) != len(identities):
-        raise FieldError("engines", "should not hold two engines of one role, platform, backend and layout")
+        raise FieldError("engines", "should not hold two engines of one role, platform, backend, precision and layout")
 
 
 def _check_files(m: Manifest) -> None:

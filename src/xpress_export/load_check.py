@@ -17,9 +17,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from xpress_export.errors import PlanMismatchError
+from xpress_export.errors import BundleError, PlanMismatchError
 from xpress_export.gpu import Gpu
-from xpress_export.names import LAYOUT_SPLIT
+from xpress_export.manifest import Manifest, read_manifest
+from xpress_export.platforms import lowering_for
+from xpress_export.precision import choose_precisions
 from xpress_export.records import EngineRecord
 
 
@@ -43,13 +45,55 @@ def check_loadable(engine: EngineRecord, running: Running, bundle: Path) -> None
 
 
 def rebuild_command(engine: EngineRecord, bundle: Path) -> str:
-    """The command that builds this engine again."""
+    """The command that builds this engine again, and those it runs with: they are most likely of the same machine.
+
+    It names the lowering only where that was asked for, not where the version of the library decided: here another may.
+    """
+    manifest = _manifest_of(bundle)
+    block, chunk = _block(engine, manifest), _chunk(engine)
     words = ["xpress-export compile", shlex.quote(str(bundle)), f"--platform {engine.platform}"]
-    words += [f"--backend {engine.backend}", f"--max-context {engine.max_context}"]
-    words += [f"--layout {engine.layout}"] if engine.layout != LAYOUT_SPLIT else []
-    words += [f"--max-batch {engine.max_batch}"] if engine.max_batch != 1 else []
+    words += [f"--backend {engine.backend}", f"--precision {_precision(engine, manifest)}", f"--layout {engine.layout}"]
+    was_asked_for = engine.lowering != lowering_for(engine.backend, engine.version)[0]
+    words += [f"--lowering {engine.lowering}"] if was_asked_for else []
+    words += [f"--max-context {engine.max_context}", f"--max-batch {engine.max_batch}"]
+    words += [f"--block {block}"] if block is not None else []
+    words += [f"--chunk {chunk}"] if chunk is not None else []
     words += [f"--hardware-compat {engine.hardware_compat}"] if engine.hardware_compat != "none" else []
     return " ".join([*words, *(["--version-compatible"] if engine.version_compatible else [])])
+
+
+def _manifest_of(bundle: Path) -> Manifest | None:
+    """None where it is no longer what was opened: that must not hide what is wrong with the engine."""
+    try:
+        return read_manifest(bundle)
+    except BundleError:
+        return None
+
+
+def _precision(engine: EngineRecord, manifest: Manifest | None) -> str:
+    """That of the engine, for every model that has it; or one for each, where the engines beside it are such a mix."""
+    if manifest is None or engine not in manifest.engines:
+        return engine.precision
+    place = (engine.platform, engine.backend, engine.layout)
+    beside = [e for e in manifest.engines if (e.platform, e.backend, e.layout) == place and e.role in manifest.roles]
+    chosen = {e.role: e.precision for e in beside}
+    is_one_set = len(beside) == len(manifest.roles) == len(chosen)
+    if not is_one_set or chosen == choose_precisions(manifest, engine.precision):
+        return engine.precision
+    return ",".join(f"{role}={chosen[role]}" for role in manifest.roles)
+
+
+def _block(engine: EngineRecord, manifest: Manifest | None) -> int | None:
+    """Slots of a draft block: the engine's own, or those whose drafts make up a verify call; None where unknown."""
+    sizes, draft = engine.profiles[-1].sizes, manifest.draft if manifest else None
+    if "N" in sizes:
+        return sizes["N"][-1]
+    return sizes["S"][-1] - 1 + draft.first_slot if draft and "S" in sizes else None
+
+
+def _chunk(engine: EngineRecord) -> int | None:
+    """Tokens of a prefill call; None for a refiner, which has none."""
+    return next((profile.sizes["S"][-1] for profile in engine.profiles if profile.name == "prefill"), None)
 
 
 def _differences(engine: EngineRecord, running: Running) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 half_bundle         session   the tiny trio in float16, both lowerings
 fused_bundle        session   the same, in the fused layout
-quantized_bundle    session   the same, calibrated; target and drafter in every precision, the step in int8 and fp8
+quantized_bundle    session   the same, calibrated; target, drafter and step in every precision
 bundle              function  a copy of half_bundle to add engines to
 simulated           function  installs a simulated `tensorrt` of a given version as the module of that name
 """

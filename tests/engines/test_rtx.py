@@ -66,10 +66,18 @@ def test_every_graph_builds(precision: str, sm: int, quantized_bundle: Path, rtx
         assert bool(result.adjusted) == (sm == 75 and role == names.DRAFTER), result.adjusted
 
 
-@pytest.mark.parametrize(("precision", "sm"), [(p, sm) for p in ("fp16", "int8", "fp8") for sm in (89, 120)])
+STEPS = [
+    *((precision, sm) for precision in ("fp16", "int8", "fp8") for sm in (89, 120)),
+    ("int8-weight", 89),
+    ("int4-weight", 120),
+]
+
+
+@pytest.mark.parametrize(("precision", "sm"), STEPS)
 def test_the_step_builds(precision: str, sm: int, quantized_bundle: Path, rtx: Library, tmp_path: Path) -> None:
     result = build(rtx, quantized_bundle, tmp_path, names.STEP, platform=OF_SM[sm], max_batch=2, precision=precision)
-    assert result.flops[precision] / sum(result.flops.values()) > 0.8, result.flops  # the refiner stays in fp16
+    share = result.flops[precision.replace("-weight", " weights")] / sum(result.flops.values())
+    assert share > 0.8, result.flops  # the refiner stays in fp16
     assert result.attention and result.unfused_attention == 0 and not result.adjusted
 
 

@@ -20,11 +20,12 @@ from xpress_export.calibration.calibrate import CalibrateOptions, calibrate, sav
 from xpress_export.calibration.quantize import QuantizeOptions, quantize
 from xpress_export.cli import cli
 from xpress_export.errors import ExportError, ParityError
+from xpress_export.exporter import cycle as cycle_module
 from xpress_export.exporter.cycle import add_steps
 from xpress_export.exporter.fuse import fuse_step
-from xpress_export.exporter.parity import GraphRunner, check_accept
+from xpress_export.exporter.parity import Check, GraphRunner, check_accept
 from xpress_export.exporter.step_check import SplitCycle, check_step
-from xpress_export.manifest import Manifest, open_bundle, read_manifest
+from xpress_export.manifest import Manifest, open_bundle, read_manifest, write_manifest
 from xpress_export.records import graph_stem
 from xpress_export.runtime.kernels import lower
 
@@ -276,13 +277,14 @@ def test_a_step_wired_otherwise_is_refused(
 
 @pytest.fixture(scope="module")
 def quantized(bundle_of: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A fused bundle, both lowerings, with target and drafter in int8 and the target in fp8."""
+    """A fused bundle, both lowerings, with target and drafter in int8, one in fp8, the other in int4-weight."""
     original = bundle_of("tiny", "fused", lowering="decomposed")
     folder = Path(shutil.copytree(original, tmp_path_factory.mktemp("steps") / "bundle"))
     options = CalibrateOptions(prompts=None, samples=1, max_new_tokens=8, allow_dead=True, num_threads=1)
     save_scales(folder, calibrate(folder, options), None)
     quantize(folder, QuantizeOptions(precision="int8", smoothquant=0.5))
     quantize(folder, QuantizeOptions(precision="fp8", drafter="none"))
+    quantize(folder, QuantizeOptions(precision="int4-weight", target="none"))
     assert read_manifest(folder).precisions(names.STEP) == ("fp32",)
     add_steps(folder)
     return folder
@@ -290,12 +292,12 @@ def quantized(bundle_of: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_steps_of_quantized_models(quantized: Path) -> None:
     manifest = open_bundle(quantized)
-    assert manifest.precisions(names.STEP) == ("fp32", "fp8", "int8")
+    assert manifest.precisions(names.STEP) == ("fp32", "fp8", "int8", "int4-weight")
     stems = {graph_stem(role, p, decomposed=d) for d in (False, True) for role, p in STEPS}
     assert set(manifest.cycle) == stems
     before = (quantized / "manifest.json").read_bytes()
     assert add_steps(quantized) == manifest and (quantized / "manifest.json").read_bytes() == before
-    for precision, roles in (("int8", ("target", "drafter")), ("fp8", ("target",))):
+    for precision, roles in (("int8", ("target", "drafter")), ("fp8", ("target",)), ("int4-weight", ("drafter",))):
         parts = {role: quantized / manifest.graph(role, precision).file for role in roles}
         counts = Counter()
         for path in parts.values():
@@ -303,12 +305,37 @@ def test_steps_of_quantized_models(quantized: Path) -> None:
         step = step_of(quantized, precision)
         merged = Counter(node.op_type for node in step.graph.node)
         for op in ("QuantizeLinear", "DequantizeLinear"):
-            assert merged[op] == counts[op] > 0
+            assert merged[op] == counts[op]
+            assert merged[op] > 0 or (op, precision) == ("QuantizeLinear", "int4-weight")
         codes = [name for node in step.graph.node if node.op_type == "DequantizeLinear" for name in node.input[:1]]
         assert len(set(codes)) == len(codes), "a name for what each product dequantizes"
 
 
-STEPS = (("accept", None), ("step", None), ("step", "int8"), ("step", "fp8"))
+STEPS = (("accept", None), ("step", None), ("step", "int8"), ("step", "fp8"), ("step", "int4-weight"))
+
+
+def test_every_step_that_is_added_is_checked(quantized: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In every precision and lowering, on ONNX Runtime: one that is not its parts is refused, and nothing is added."""
+    folder = Path(shutil.copytree(quantized, tmp_path / "bundle"))
+    manifest, checked = read_manifest(folder), []
+    added = {f"step.{p}{form}" for p in ("int8", "fp8", "int4-weight") for form in ("", ".decomposed")}
+    kept = {stem: graph for stem, graph in manifest.cycle.items() if stem not in added}
+    files = tuple(file for file in manifest.files if Path(file.path).stem not in added)
+    write_manifest(folder, dataclasses.replace(manifest, cycle=kept, files=files))
+    before = (folder / "manifest.json").read_bytes()
+
+    def check(path: Path, *rest: Any) -> list[Check]:
+        checked.append(path.stem)
+        found = check_step(path, *rest)
+        assert all(check.value == 0 for check in found)
+        if len(checked) == len(added):
+            raise ParityError("the last one is wrong")
+        return found
+
+    monkeypatch.setattr(cycle_module, "check_step", check)
+    with pytest.raises(ParityError, match="the last one is wrong"):
+        add_steps(folder)
+    assert sorted(checked) == sorted(added) and (folder / "manifest.json").read_bytes() == before
 
 
 def test_all_activations_of_a_step_have_one_zero_point(quantized: Path) -> None:
@@ -338,7 +365,8 @@ def test_quantizing_again_replaces_the_step(quantized: Path, tmp_path: Path) -> 
     assert not any("fp8" in path or path in {"graphs/step.onnx", "graphs/accept.onnx"} for path in changed)
     quantize(folder, QuantizeOptions(precision="int8", target="none"))
     stale = open_bundle(folder)
-    assert stale.precisions(names.STEP) == ("fp32", "fp8") and not (folder / "graphs" / "step.int8.onnx").exists()
+    assert stale.precisions(names.STEP) == ("fp32", "fp8", "int4-weight")
+    assert not (folder / "graphs" / "step.int8.onnx").exists()
 
 
 def test_a_quantized_step_generates_what_its_parts_do(quantized: Path, stories: Any) -> None:
