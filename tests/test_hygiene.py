@@ -97,15 +97,14 @@ def test_generating_imports_nothing_of_the_export_set(tiny_bundle: Path) -> None
     assert json.loads(run_python(code, json.dumps(EXPORT_ONLY), str(tiny_bundle))) == [[], 12]
 
 
-def test_importing_the_runtime_is_quick_and_leaves_onnxruntime_out() -> None:
+def test_importing_the_runtime_leaves_onnxruntime_out() -> None:
+    """How long it takes is measured by `bench`."""
     code = """
-    import sys, time
+    import sys
     import xpress_export.runtime
-    print(time.process_time(), "onnxruntime" in sys.modules)
+    print("onnxruntime" in sys.modules)
     """
-    answers = [run_python(code).split() for _ in range(3)]
-    assert {loaded for _, loaded in answers} == {"False"}
-    assert min(float(seconds) for seconds, _ in answers) <= 0.5
+    assert run_python(code).split() == ["False"]
 
 
 def test_help_of_every_command_imports_nothing_heavy() -> None:
