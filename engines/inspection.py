@@ -56,21 +56,21 @@ def find_engine(manifest: Manifest, role: str, platform: str | None) -> EngineRe
     return found[0]
 
 
-def inspect_engine(bundle: Path, record: EngineRecord) -> Inspection:
+def inspect_engine(bundle: Path, manifest: Manifest, record: EngineRecord) -> Inspection:
     """Everything that can be told of an engine on this machine."""
     report = json.loads((bundle / record.report).read_text("utf-8"))
     gpu = find_gpu()
     if gpu is None:
         return Inspection(record=record, source="the build report: no GPU here can load the plan", report=report)
     try:
-        return _loaded(bundle, record, report, gpu)
+        return _loaded(bundle, manifest, record, report, gpu)
     except XpressExportError as err:
         return Inspection(record=record, source=f"the build report: {err}", report=report)
 
 
-def _loaded(bundle: Path, record: EngineRecord, report: Mapping[str, Any], gpu: Gpu) -> Inspection:
+def _loaded(bundle: Path, manifest: Manifest, record: EngineRecord, report: Mapping[str, Any], gpu: Gpu) -> Inspection:
     library = libraries.load(record.backend)
-    check_loadable(record, Running(library.backend, library.version, gpu), bundle)
+    check_loadable(record, Running(library.backend, library.version, gpu), bundle, manifest)
     trt = library.trt
     engine = trt.Runtime(trt.Logger(trt.Logger.ERROR)).deserialize_cuda_engine((bundle / record.file).read_bytes())
     if engine is None:

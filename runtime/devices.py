@@ -228,7 +228,7 @@ def find(folder: Path, manifest: Manifest, choice: Choice, precisions: Mapping[s
     version = _version(choice.backend)
     for engine in there.values():
         if gpu is not None and version is not None:
-            check_loadable(engine, Running(choice.backend, version, gpu), folder)
+            check_loadable(engine, Running(choice.backend, version, gpu), folder, manifest)
     return Found({role: folder / engine.file for role, engine in there.items()}, tuple(there.values()))
 
 

@@ -259,7 +259,8 @@ def print_engine(bundle: Path, role: str, platform: str | None, as_json: bool) -
     from xpress_export.engines.inspection import find_engine, inspect_engine
     from xpress_export.manifest import read_manifest
 
-    found = inspect_engine(bundle, find_engine(read_manifest(bundle), role, platform))
+    manifest = read_manifest(bundle)
+    found = inspect_engine(bundle, manifest, find_engine(manifest, role, platform))
     if as_json:
         click.echo(json.dumps(asdict(found), indent=2))
         return

@@ -17,9 +17,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from xpress_export.errors import BundleError, PlanMismatchError
+from xpress_export.errors import PlanMismatchError
 from xpress_export.gpu import Gpu
-from xpress_export.manifest import Manifest, read_manifest
+from xpress_export.manifest import Manifest
 from xpress_export.platforms import lowering_for
 from xpress_export.precision import choose_precisions
 from xpress_export.records import EngineRecord
@@ -34,22 +34,21 @@ class Running:
     gpu: Gpu
 
 
-def check_loadable(engine: EngineRecord, running: Running, bundle: Path) -> None:
+def check_loadable(engine: EngineRecord, running: Running, bundle: Path, manifest: Manifest) -> None:
     """Raise PlanMismatchError naming every field that differs and the command that rebuilds."""
     differences = list(_differences(engine, running))
     if differences:
         raise PlanMismatchError(
             f"{bundle / engine.file} was built for another machine: {'; '.join(differences)}. "
-            f"Rebuild it here: {rebuild_command(engine, bundle)}"
+            f"Rebuild it here: {rebuild_command(engine, bundle, manifest)}"
         )
 
 
-def rebuild_command(engine: EngineRecord, bundle: Path) -> str:
+def rebuild_command(engine: EngineRecord, bundle: Path, manifest: Manifest) -> str:
     """The command that builds this engine again, and those it runs with: they are most likely of the same machine.
 
     It names the lowering only where that was asked for, not where the version of the library decided: here another may.
     """
-    manifest = _manifest_of(bundle)
     block, chunk = _block(engine, manifest), _chunk(engine)
     words = ["xpress-export compile", shlex.quote(str(bundle)), f"--platform {engine.platform}"]
     words += [f"--backend {engine.backend}", f"--precision {_precision(engine, manifest)}", f"--layout {engine.layout}"]
@@ -62,18 +61,8 @@ def rebuild_command(engine: EngineRecord, bundle: Path) -> str:
     return " ".join([*words, *(["--version-compatible"] if engine.version_compatible else [])])
 
 
-def _manifest_of(bundle: Path) -> Manifest | None:
-    """None where it is no longer what was opened: that must not hide what is wrong with the engine."""
-    try:
-        return read_manifest(bundle)
-    except BundleError:
-        return None
-
-
-def _precision(engine: EngineRecord, manifest: Manifest | None) -> str:
+def _precision(engine: EngineRecord, manifest: Manifest) -> str:
     """That of the engine, for every model that has it; or one for each, where the engines beside it are such a mix."""
-    if manifest is None or engine not in manifest.engines:
-        return engine.precision
     place = (engine.platform, engine.backend, engine.layout)
     beside = [e for e in manifest.engines if (e.platform, e.backend, e.layout) == place and e.role in manifest.roles]
     chosen = {e.role: e.precision for e in beside}
@@ -83,9 +72,9 @@ def _precision(engine: EngineRecord, manifest: Manifest | None) -> str:
     return ",".join(f"{role}={chosen[role]}" for role in manifest.roles)
 
 
-def _block(engine: EngineRecord, manifest: Manifest | None) -> int | None:
-    """Slots of a draft block: the engine's own, or those whose drafts make up a verify call; None where unknown."""
-    sizes, draft = engine.profiles[-1].sizes, manifest.draft if manifest else None
+def _block(engine: EngineRecord, manifest: Manifest) -> int | None:
+    """Slots of a draft block: the engine's own, or those whose drafts make up a verify call; None without a drafter."""
+    sizes, draft = engine.profiles[-1].sizes, manifest.draft
     if "N" in sizes:
         return sizes["N"][-1]
     return sizes["S"][-1] - 1 + draft.first_slot if draft and "S" in sizes else None
